@@ -1,0 +1,312 @@
+"""The Rust core seen from Python: the block manager, its step, and what they answer.
+
+Handles are int64 (generation << 32 | index). Wherever a method takes `handles` it accepts an int64 array [n],
+a list of ints or one int; counts and lengths are int32 arrays [n], lists of ints, or one int for all; token ids
+are int32 or int64 arrays or lists. Arrays of another dtype are refused (TypeError), never cast.
+
+Every method may be called from any thread. Every method is all-or-nothing: after an exception or a refusal
+(`Later`, `Never`) nothing has changed.
+"""
+
+from collections.abc import Sequence as _Seq
+from typing import Literal, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Handles: TypeAlias = NDArray[np.int64] | _Seq[int] | int
+Counts: TypeAlias = NDArray[np.int32] | _Seq[int] | int
+Tokens: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | _Seq[int]
+
+__version__: str
+
+class KVBlocksError(Exception):
+    """Base of the errors that are about the state of a manager."""
+
+class StaleHandleError(KVBlocksError):
+    """A sequence handle that was never given out, or whose sequence has been freed."""
+
+class ForkedProcessError(KVBlocksError):
+    """A manager made before fork() was touched in the child process."""
+
+@final
+class Prompt:
+    """Token ids with their block hashes, computed once by `prepare` (or handed out by `preempt`); immutable."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def handle(self) -> int | None:
+        """The preempted sequence that `allocate` of this prompt continues; None for a new request."""
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Token ids [num_tokens]; a copy. O(tokens)."""
+    def __len__(self) -> int: ...
+
+@final
+class Ok:
+    """Yes (true): what `allocate` would do now."""
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_new_blocks(self) -> int: ...
+    def __bool__(self) -> Literal[True]: ...
+
+@final
+class Allocated:
+    """Admitted (true)."""
+
+    @property
+    def handle(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int:
+        """Leading tokens whose compute is skipped: their K/V is already in the cache."""
+    @property
+    def num_new_tokens(self) -> int:
+        """Prompt tokens left to compute; num_cached_tokens + num_new_tokens == prompt.num_tokens."""
+    def __bool__(self) -> Literal[True]: ...
+
+@final
+class Later:
+    """Not now (false): `num_blocks` blocks short."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    def __bool__(self) -> Literal[False]: ...
+
+@final
+class Never:
+    """Cannot fit even in an empty pool (false)."""
+
+    @property
+    def need_blocks(self) -> int: ...
+    @property
+    def capacity_blocks(self) -> int: ...
+    def __bool__(self) -> Literal[False]: ...
+
+@final
+class Scheduled:
+    """What a step holds; true if the whole batch was scheduled."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Rows scheduled: all, none (policy "all"), or the longest prefix that fits (policy "fit")."""
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_copies(self) -> int: ...
+    @property
+    def refusal(self) -> Later | Never | None:
+        """Why row `num_seqs` was not scheduled."""
+    def __bool__(self) -> bool: ...
+
+@final
+class Sequence:
+    """A snapshot of one sequence's cursors, all in tokens but `num_blocks`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose ids are known."""
+    @property
+    def num_computed(self) -> int: ...
+    @property
+    def num_scheduled(self) -> int: ...
+    @property
+    def num_reserved(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def is_preempted(self) -> bool: ...
+
+@final
+class Stats:
+    """A snapshot of the pool's counters, O(1) to take."""
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that can be allocated: num_blocks, less the null block."""
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def live_blocks(self) -> int: ...
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that no sequence uses and whose content can still be hit; reclaimable at any time."""
+    @property
+    def held_blocks(self) -> int:
+        """Blocks held by transfers."""
+    @property
+    def logical_blocks(self) -> int:
+        """Sum of the lengths of all block tables; logical / live is the sharing factor."""
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that hold a handle, preempted ones included."""
+    @property
+    def used_slots(self) -> int:
+        """Slots of live blocks that hold a computed token, shared blocks counted once."""
+    @property
+    def allocated_slots(self) -> int:
+        """live_blocks * block_size."""
+    @property
+    def internal_fragmentation(self) -> float:
+        """1 - used_slots / allocated_slots; 0.0 for an idle pool."""
+    @property
+    def sharing(self) -> float:
+        """logical_blocks / live_blocks; 1.0 for an idle pool."""
+    @property
+    def peak_live_blocks(self) -> int: ...
+    @property
+    def peak_logical_blocks(self) -> int: ...
+    @property
+    def queried_requests(self) -> int:
+        """Admissions that looked the prefix cache up, re-admissions after a preemption not counted."""
+    @property
+    def hit_requests(self) -> int: ...
+    @property
+    def queried_tokens(self) -> int: ...
+    @property
+    def hit_tokens(self) -> int: ...
+    @property
+    def readmit_queried_tokens(self) -> int: ...
+    @property
+    def readmit_hit_tokens(self) -> int: ...
+    @property
+    def hash_collisions(self) -> int:
+        """Look-ups that met an equal hash with other content (and did not hit)."""
+    @property
+    def evicted_blocks(self) -> int: ...
+    @property
+    def copied_blocks(self) -> int:
+        """Copy-on-write copies requested."""
+    @property
+    def preemptions(self) -> int: ...
+
+@final
+class BlockManager:
+    """Owns the block ids of one paged KV cache: block tables, sharing, prefix cache. It never touches tensors.
+
+    num_blocks: blocks of storage, ids 0..num_blocks; block 0 is the null block unless `null_block=False`.
+    block_size: tokens per block, any integer >= 1.
+    watermark_blocks: blocks that admissions leave free for running sequences; never binds `schedule`, nor the
+    only sequence.
+    seed: of the block hashes; random by default. Block ids never depend on it.
+    """
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_cache: bool = True,
+        watermark_blocks: int = 0,
+        null_block: bool = True,
+        seed: int | None = None,
+    ) -> BlockManager: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def capacity_blocks(self) -> int: ...
+    @property
+    def null_block_id(self) -> int:
+        """What pads block tables: 0, or -1 without a null block."""
+    def prepare(self, tokens: Tokens) -> Prompt:
+        """Hash a prompt once, for any number of later look-ups. O(tokens); releases the interpreter."""
+    def match_prefix(self, prompt: Prompt) -> int:
+        """Leading tokens that `allocate` would find cached; no side effects. O(hit blocks)."""
+    def can_allocate(self, prompt: Prompt, reserve: int | None = None) -> Ok | Later | Never:
+        """What `allocate` with the same arguments would answer. O(hit blocks)."""
+    def allocate(
+        self, prompt: Prompt, reserve: int | None = None, *, use_cache: bool = True
+    ) -> Allocated | Later | Never:
+        """Admit a request: pin its cached prefix, then take blocks for its first `reserve` tokens (default: all).
+
+        At least one token is always left to compute: a full hit uses floor((n - 1) / block_size) blocks. A prompt
+        handed out by `preempt` continues its own handle. Never is judged on the whole prompt, Later on the
+        reservation. Raises StaleHandleError if the preempted sequence was freed or already resumed. O(blocks).
+        """
+    def commit(self, handles: Handles, counts: Counts, tokens: Tokens | None = None) -> None:
+        """Accept the first `counts[i]` tokens of the oldest uncommitted step of each sequence.
+
+        tokens: ids, flat, in row order, of the accepted tokens that are not known yet (the prompt's are). Blocks
+        filled by them are published in the prefix cache. The rest of the step (rejected drafts) is rolled back
+        and its blocks are returned. Call it once the step that writes is ordered before any later reader.
+        Raises ValueError if a count exceeds the step, if ids are missing or superfluous, or if tokens would be
+        rejected while a later step is in flight. O(accepted tokens).
+        """
+    def fork(self, handles: Handles, num_children: Counts = 1) -> NDArray[np.int64]:
+        """Snapshot each sequence's computed tokens into children that share its blocks; copies nothing.
+
+        Returns the children's handles [sum(num_children)], grouped by parent. A partly filled block is copied
+        when one of its owners is next scheduled into it; the last owner writes in place. O(blocks).
+        """
+    def truncate(
+        self, handles: Handles, lengths: Counts, *, spare: Literal["free", "keep"] = "free"
+    ) -> int:
+        """Cut each sequence to its first `lengths[i]` tokens; returns the blocks that no sequence uses any more.
+
+        spare="keep" keeps the private, unpublished blocks beyond the cut in the table. Raises ValueError for a
+        length beyond the sequence or below a step in flight. O(blocks given back).
+        """
+    def preempt(self, handles: Handles) -> list[Prompt]:
+        """Give the blocks back and hand out each token history; the handle stays, to be resumed by `allocate`.
+
+        Steps in flight are dropped. Preempting a preempted sequence hands out the same history. O(tokens).
+        """
+    def free(self, handles: Handles, *, missing_ok: bool = False) -> int:
+        """End sequences; returns the blocks that no sequence uses any more. Legal at any stage.
+
+        Published blocks stay cached, the tail first in line for eviction. Raises StaleHandleError, unless
+        missing_ok. O(blocks).
+        """
+    def sequence(self, handle: int) -> Sequence:
+        """The cursors of a sequence, O(1)."""
+    def block_table(self, handle: int) -> NDArray[np.int32]:
+        """Block ids [num_blocks] of a sequence; a copy."""
+    def tokens(self, handle: int) -> NDArray[np.int64]:
+        """Known token ids [num_tokens] of a sequence; a copy. O(tokens)."""
+    def stats(self) -> Stats:
+        """Counters of the pool, O(1)."""
+    def reset_peaks(self) -> None:
+        """Start the peaks afresh from the current use."""
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that no sequence uses; returns how many."""
+    def check_integrity(self) -> list[str]:
+        """Recompute every counter and list from scratch; the violations found, empty when sound. O(capacity)."""
+
+@final
+class StepBuffers:
+    """The caller's index arrays, filled by `schedule` in one call; the arrays are kept and cannot be resized.
+
+    block_tables int32 [max_seqs, max_blocks_per_seq], slot_mapping int64 [max_tokens], seq_lens int32 [max_seqs],
+    query_start_loc int32 [max_seqs + 1], copies int32 [max_seqs, 2]; C-contiguous and writable.
+    """
+
+    def __new__(
+        cls,
+        manager: BlockManager,
+        block_tables: NDArray[np.int32],
+        slot_mapping: NDArray[np.int64],
+        seq_lens: NDArray[np.int32],
+        query_start_loc: NDArray[np.int32],
+        copies: NDArray[np.int32],
+    ) -> StepBuffers: ...
+    def schedule(
+        self,
+        handles: Handles,
+        num_new: Counts,
+        *,
+        lookahead: Counts = 0,
+        policy: Literal["all", "fit"] = "all",
+        pad_seqs: int = 0,
+        pad_tokens: int = 0,
+    ) -> Scheduled:
+        """Schedule the next `num_new[i]` tokens of each sequence and write the step's index arrays.
+
+        Reserves `lookahead[i]` slots beyond them. Transactional: all rows, or under "fit" the longest prefix that
+        fits. Rows up to pad_seqs get length 0 and a null table, tokens up to pad_tokens slot -1. A row that holds
+        the same sequence as in the last call is updated in its changed columns only. Raises ValueError if the
+        batch exceeds the buffers. O(sequences + tokens + changed columns).
+        """

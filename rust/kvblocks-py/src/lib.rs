@@ -1,0 +1,4 @@
+//! placeholder
+use pyo3::prelude::*;
+#[pymodule]
+mod _core {}
