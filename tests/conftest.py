@@ -1,0 +1,36 @@
+"""What every suite shares: the depth of property tests, and the demand that a suite really ran."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline: a slow machine is not a failure. "ci" digs deeper, and prints what reproduces a failure.
+settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=250, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-passed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fail unless at least N tests passed, so that a suite that was skipped as a whole is no success",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    passed = len(terminalreporter.stats.get("passed", []))
+    required: int = config.getoption("--require-passed")
+    if passed < required:
+        terminalreporter.write_line(f"{passed} tests passed, at least {required} required", red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    assert isinstance(reporter, pytest.TerminalReporter)
+    if len(reporter.stats.get("passed", [])) < session.config.getoption("--require-passed"):
+        session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
