@@ -1,0 +1,33 @@
+"""Choosing a backend by name.
+
+Owns the table of names. Imports base at once and a backend's module only when it is asked for.
+Invariant: importing this package imports nothing but NumPy and the standard library.
+"""
+
+import importlib
+import os
+
+from kvblocks.backends.base import Backend, Supported
+
+__all__ = ["BACKENDS", "DEFAULT_BACKEND", "Backend", "Supported", "get_backend"]
+
+# name -> (module, class)
+BACKENDS = {
+    "numpy": ("kvblocks.backends.numpy", "NumpyBackend"),
+}
+DEFAULT_BACKEND = "numpy"
+
+
+def get_backend(name: str | None = None) -> Backend:
+    """The backend of that name; None asks the environment variable KVBLOCKS_BACKEND, then the default.
+
+    Raises ValueError that lists the names.
+    """
+    source = "backend"
+    if name is None:
+        source, name = "KVBLOCKS_BACKEND", os.environ.get("KVBLOCKS_BACKEND", DEFAULT_BACKEND)
+    if name not in BACKENDS:
+        raise ValueError(f"{source} is {name!r}: expected one of {', '.join(map(repr, BACKENDS))}")
+    module, class_name = BACKENDS[name]
+    backend: Backend = getattr(importlib.import_module(module), class_name)()
+    return backend

@@ -1,0 +1,367 @@
+"""Argument checks shared by the backends that take host arrays.
+
+Owns one function per method of `Backend`. Imports config, layout and backends.base.
+Invariant: nothing is written and nothing is cast here; what passes can be computed without a further check.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks.backends.base import Supported
+from kvblocks.config import CacheConfig, as_integer
+from kvblocks.layout import LayerCache, dtype_name
+
+_INT32_MAX = 2**31 - 1
+
+
+class AttendArgs(NamedTuple):
+    """The optional arguments of `attend`, resolved."""
+
+    scale: float
+    window: int | None
+    out: NDArray[Any]
+
+
+def check_config(supported: Supported, config: CacheConfig, num_blocks: int) -> None:
+    """Refuse a config outside `supported`, naming the field and the supported list."""
+    _listed("dtype", config.dtype, supported.kv_dtypes)
+    _listed("layout", config.layout, supported.layouts)
+    _listed("head_dim", config.head_dim, supported.head_dims)
+    _listed("head_dim_v", config.head_dim_v, supported.head_dims)
+    _listed("block_size", config.block_size, supported.block_sizes)
+    if as_integer(num_blocks) is None or not 1 <= num_blocks <= _INT32_MAX:
+        raise ValueError(f"num_blocks is {num_blocks!r}: expected an integer in 1..{_INT32_MAX}")
+
+
+def check_write(
+    supported: Supported,
+    cache: LayerCache,
+    k: NDArray[Any],
+    v: NDArray[Any],
+    slot_mapping: NDArray[np.int64],
+) -> None:
+    """Check the arguments of `write`."""
+    _cache(supported, cache)
+    for name, array, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
+        _floats(name, array, supported.q_dtypes)
+        _shape(name, array, (("num_tokens", None), ("num_kv_heads", cache.num_kv_heads), ("head_dim", dim)))
+    _numbers("slot_mapping", slot_mapping, np.int64)
+    _shape("slot_mapping", slot_mapping, (("num_slots", None),))
+    num_slots = len(slot_mapping)
+    for name, array in (("k", k), ("v", v)):
+        if len(array) < num_slots:
+            raise ValueError(f"{name}: axis 0 (num_tokens) is {len(array)}, slot_mapping has {num_slots}")
+    bad = (slot_mapping < -1) | (slot_mapping >= cache.num_slots)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(
+            f"slot_mapping: row {row} is slot {slot_mapping[row]}, expected -1 (skip) or one of the cache's "
+            f"{cache.num_slots} slots"
+        )
+    written = np.flatnonzero(slot_mapping >= 0)
+    _distinct("slot_mapping", "slot", slot_mapping[written], written)
+    _apart((("k", k), ("v", v)), (("cache.k", cache.k), ("cache.v", cache.v)))
+
+
+def check_attend(
+    supported: Supported,
+    cache: LayerCache,
+    q: NDArray[Any],
+    block_tables: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+    query_start_loc: NDArray[np.int32],
+    *,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: NDArray[np.float32] | None,
+    alibi_slopes: NDArray[np.float32] | None,
+    out: NDArray[Any] | None,
+    lse: NDArray[np.float32] | None,
+) -> AttendArgs:
+    """Check the arguments of `attend`; resolves the scale and makes `out` where it is not given."""
+    _cache(supported, cache)
+    _floats("q", q, supported.q_dtypes)
+    _shape("q", q, (("num_tokens", None), ("num_q_heads", None), ("head_dim", cache.head_dim)))
+    num_tokens, num_q_heads, _ = q.shape
+    if num_q_heads == 0 or num_q_heads % cache.num_kv_heads:
+        raise ValueError(
+            f"q: axis 1 (num_q_heads) is {num_q_heads}, not a multiple of the cache's {cache.num_kv_heads} "
+            "(num_kv_heads)"
+        )
+
+    features = (
+        ("window", window),
+        ("soft_cap", soft_cap),
+        ("sinks", sinks),
+        ("alibi", alibi_slopes),
+        ("lse", lse),
+    )
+    for feature, value in features:
+        if value is not None:
+            _listed("feature", feature, tuple(sorted(supported.features)))
+    if scale is None:
+        scale = 1.0 / math.sqrt(cache.head_dim)
+    elif _is_not_finite(scale):
+        raise ValueError(f"scale is {scale!r}: expected a finite number")
+    if window is not None and (as_integer(window) is None or window < 1):
+        raise ValueError(f"window is {window!r}: expected an integer >= 1, or None for no window")
+    if soft_cap is not None and (_is_not_finite(soft_cap) or soft_cap <= 0):
+        raise ValueError(f"soft_cap is {soft_cap!r}: expected a finite number > 0, or None for no cap")
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if per_head is None:
+            continue
+        _numbers(name, per_head, np.float32)
+        _shape(name, per_head, (("num_q_heads", num_q_heads),))
+        allowed = np.isfinite(per_head) | ((name == "sinks") & np.isneginf(per_head))
+        if not allowed.all():
+            head = int(allowed.argmin())
+            raise ValueError(f"{name}: head {head} is {per_head[head]}, expected a finite number")
+
+    out_shape = (("num_tokens", num_tokens), ("num_q_heads", num_q_heads), ("head_dim_v", cache.head_dim_v))
+    if out is not None:
+        _array("out", out)
+        if out.dtype != q.dtype:
+            raise TypeError(f"out: dtype {out.dtype}, q has {q.dtype}")
+        _shape("out", out, out_shape)
+        _writeable("out", out)
+    if lse is not None:
+        _numbers("lse", lse, np.float32)
+        _shape("lse", lse, out_shape[:2])
+        _writeable("lse", lse)
+    _apart(
+        (("out", out), ("lse", lse)),
+        (
+            ("q", q),
+            ("cache.k", cache.k),
+            ("cache.v", cache.v),
+            ("sinks", sinks),
+            ("alibi_slopes", alibi_slopes),
+        ),
+    )
+    _apart((("out", out),), (("lse", lse),))
+
+    _check_rows(cache, num_tokens, block_tables, seq_lens, query_start_loc, window)
+    if out is None:
+        out = np.empty((num_tokens, num_q_heads, cache.head_dim_v), q.dtype)
+    return AttendArgs(float(scale), None if window is None else int(window), out)
+
+
+def check_copies(supported: Supported, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
+    """Check the arguments of `copy_blocks`."""
+    for cache in caches:
+        _cache(supported, cache)
+    _numbers("copies", copies, np.int32)
+    _shape("copies", copies, (("num_copies", None), ("src, dst", 2)))
+    if len(copies) == 0 or len(caches) == 0:
+        return
+    num_blocks = min(cache.num_blocks for cache in caches)
+    bad = ((copies < 0) | (copies >= num_blocks)).any(axis=1)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(
+            f"copies: row {row} is {copies[row, 0]} -> {copies[row, 1]}, the cache has {num_blocks} blocks"
+        )
+    src, dst = copies.T
+    _distinct("copies", "destination block", dst, np.arange(len(copies)))
+    also_source = np.isin(dst, src)
+    if also_source.any():
+        row = int(also_source.argmax())
+        raise ValueError(f"copies: row {row} has block {dst[row]} as destination, another row as source")
+
+
+def check_gather(
+    supported: Supported, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
+) -> None:
+    """Check the arguments of `gather`."""
+    _cache(supported, cache)
+    _numbers("block_table", block_table, np.int32)
+    _shape("block_table", block_table, (("max_blocks", None),))
+    capacity = len(block_table) * cache.block_size
+    if as_integer(seq_len) is None or not 0 <= seq_len <= capacity:
+        raise ValueError(
+            f"seq_len is {seq_len!r}: expected an integer in 0..{capacity}, the tokens of "
+            f"{len(block_table)} blocks"
+        )
+    used = block_table[: -(-seq_len // cache.block_size)]
+    bad = (used < 0) | (used >= cache.num_blocks)
+    if bad.any():
+        column = int(bad.argmax())
+        raise ValueError(
+            f"block_table: column {column} is block {used[column]}, the cache has {cache.num_blocks} blocks"
+        )
+
+
+def check_merge(
+    supported: Supported,
+    out_a: NDArray[Any],
+    lse_a: NDArray[np.float32],
+    out_b: NDArray[Any],
+    lse_b: NDArray[np.float32],
+) -> None:
+    """Check the arguments of `merge_states`."""
+    _floats("out_a", out_a, supported.q_dtypes)
+    _shape("out_a", out_a, (("num_tokens", None), ("num_q_heads", None), ("head_dim_v", None)))
+    num_tokens, num_q_heads, head_dim_v = out_a.shape
+    shape = (("num_tokens", num_tokens), ("num_q_heads", num_q_heads), ("head_dim_v", head_dim_v))
+    _array("out_b", out_b)
+    if out_b.dtype != out_a.dtype:
+        raise TypeError(f"out_b: dtype {out_b.dtype}, out_a has {out_a.dtype}")
+    _shape("out_b", out_b, shape)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _numbers(name, lse, np.float32)
+        _shape(name, lse, shape[:2])
+
+
+def _check_rows(
+    cache: LayerCache,
+    num_tokens: int,
+    block_tables: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+    query_start_loc: NDArray[np.int32],
+    window: int | None,
+) -> None:
+    """Check the step's index arrays, values included."""
+    _numbers("block_tables", block_tables, np.int32)
+    _numbers("seq_lens", seq_lens, np.int32)
+    _numbers("query_start_loc", query_start_loc, np.int32)
+    _shape("seq_lens", seq_lens, (("num_seqs", None),))
+    num_seqs = len(seq_lens)
+    _shape("block_tables", block_tables, (("num_seqs", num_seqs), ("max_blocks", None)))
+    _shape("query_start_loc", query_start_loc, (("num_seqs + 1", num_seqs + 1),))
+
+    starts = query_start_loc.astype(np.int64)
+    lens = seq_lens.astype(np.int64)
+    num_queries = np.diff(starts)
+    if starts[0] != 0:
+        raise ValueError(f"query_start_loc: row 0 starts at {starts[0]}, expected 0")
+    if (num_queries < 0).any():
+        row = int((num_queries < 0).argmax())
+        raise ValueError(
+            f"query_start_loc: row {row} starts at {starts[row]} and ends before that, at {starts[row + 1]}"
+        )
+    if starts[-1] > num_tokens:
+        raise ValueError(
+            f"query_start_loc: row {num_seqs - 1} ends at {starts[-1]}, q has {num_tokens} tokens"
+        )
+    capacity = block_tables.shape[1] * cache.block_size
+    bad = (lens < 0) | (lens > capacity)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(
+            f"seq_lens: row {row} is {lens[row]}, its table of {block_tables.shape[1]} blocks of "
+            f"{cache.block_size} holds 0..{capacity} tokens"
+        )
+    bad = (num_queries > lens) & (lens > 0)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(
+            f"query_start_loc: row {row} has {num_queries[row]} queries, seq_lens gives it {lens[row]} keys"
+        )
+
+    # Keys before the window of a row's first query are never read, so their blocks may be gone.
+    first_key = np.zeros_like(lens) if window is None else np.maximum(lens - num_queries + 1 - window, 0)
+    first_block = np.where(num_queries > 0, first_key // cache.block_size, 0)[:, None]
+    num_blocks = np.where(num_queries > 0, -(-lens // cache.block_size), 0)[:, None]
+    tables = block_tables[:, : num_blocks.max(initial=0)]
+    column = np.arange(tables.shape[1])
+    read = (column >= first_block) & (column < num_blocks)
+    bad = read & ((tables < 0) | (tables >= cache.num_blocks))
+    if bad.any():
+        row, col = (int(axis) for axis in np.unravel_index(int(bad.argmax()), bad.shape))
+        raise ValueError(
+            f"block_tables: row {row}, column {col} is block {tables[row, col]}, the cache has "
+            f"{cache.num_blocks} blocks"
+        )
+
+
+def _cache(supported: Supported, cache: LayerCache) -> None:
+    if not isinstance(cache, LayerCache):
+        raise TypeError(f"cache: {type(cache).__name__}, expected a LayerCache")
+    _array("cache.k", cache.k)
+    _array("cache.v", cache.v)
+    _listed("dtype", cache.dtype, supported.kv_dtypes)
+    _listed("layout", cache.layout, supported.layouts)
+    _listed("head_dim", cache.head_dim, supported.head_dims)
+    _listed("head_dim_v", cache.head_dim_v, supported.head_dims)
+    _listed("block_size", cache.block_size, supported.block_sizes)
+
+
+def _array(name: str, value: object) -> None:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{name}: {type(value).__name__}, expected a NumPy array")
+
+
+def _numbers(name: str, array: NDArray[Any], dtype: type[np.generic]) -> None:
+    _array(name, array)
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}")
+
+
+def _floats(name: str, array: NDArray[Any], supported: tuple[str, ...]) -> None:
+    _array(name, array)
+    try:
+        dtype = dtype_name(array.dtype)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    if dtype not in supported:
+        raise TypeError(f"{name}: dtype {dtype}, expected one of {', '.join(supported)}")
+
+
+def _shape(name: str, array: NDArray[Any], axes: tuple[tuple[str, int | None], ...]) -> None:
+    """Compare a shape with (axis name, size) pairs; a size of None is free."""
+    if array.ndim != len(axes):
+        raise ValueError(
+            f"{name}: {array.ndim} axes, expected {len(axes)} ({', '.join(axis for axis, _ in axes)})"
+        )
+    for number, (axis, size) in enumerate(axes):
+        if size is not None and array.shape[number] != size:
+            raise ValueError(f"{name}: axis {number} ({axis}) is {array.shape[number]}, expected {size}")
+
+
+def _writeable(name: str, array: NDArray[Any]) -> None:
+    if not array.flags.writeable:
+        raise ValueError(f"{name}: the array is read-only")
+
+
+def _apart(
+    written: tuple[tuple[str, NDArray[Any] | None], ...], read: tuple[tuple[str, NDArray[Any] | None], ...]
+) -> None:
+    """Refuse arrays that share memory; one that would take long to decide counts as shared."""
+    for name_a, a in written:
+        for name_b, b in read:
+            # NumPy's stubs know only two of the values that max_work takes.
+            if a is not None and b is not None and np.may_share_memory(a, b, max_work=1000):  # type: ignore[arg-type]
+                raise ValueError(f"{name_a} and {name_b} share memory")
+
+
+def _distinct(name: str, what: str, values: NDArray[Any], rows: NDArray[Any]) -> None:
+    """Refuse a value that appears twice, naming both rows."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    same = ordered[1:] == ordered[:-1]
+    if same.any():
+        at = int(same.argmax())
+        raise ValueError(
+            f"{name}: rows {rows[order[at]]} and {rows[order[at + 1]]} both name {what} {ordered[at]}"
+        )
+
+
+def _listed(field: str, value: object, allowed: Sequence[object] | None) -> None:
+    if allowed is None or value in allowed:
+        return
+    if isinstance(allowed, range):
+        raise ValueError(
+            f"{field} is {value!r}: supported are {allowed[0]}..{allowed[-1]} in steps of {allowed.step}"
+        )
+    raise ValueError(f"{field} is {value!r}: supported are {', '.join(map(str, allowed))}")
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, (bool, np.bool_)) or not (
+        isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value)
+    )

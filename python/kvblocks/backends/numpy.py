@@ -1,0 +1,241 @@
+"""The NumPy backend: the specification of what every backend computes.
+
+Owns `NumpyBackend`. Imports config, layout and the shared checks.
+Invariant: attention is computed in float64 from the exact values of the stored elements, then rounded to the
+output's dtype; a key that a query may not see never influences that query's result, whatever its slot holds.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks.backends.base import Supported
+from kvblocks.backends.checks import (
+    check_attend,
+    check_config,
+    check_copies,
+    check_gather,
+    check_merge,
+    check_write,
+)
+from kvblocks.config import LAYOUTS, STORAGE_DTYPES, CacheConfig
+from kvblocks.layout import (
+    LayerCache,
+    convert,
+    dtype_name,
+    from_float32,
+    storage_dtype,
+    storage_shape,
+    to_float32,
+)
+
+Floats = NDArray[np.float64]
+
+# Infinities and NaN in the cache or the queries are data here: they follow IEEE arithmetic without a warning.
+_data_may_be_anything = np.errstate(over="ignore", invalid="ignore")
+
+_SUPPORTED = Supported(
+    q_dtypes=tuple(STORAGE_DTYPES),
+    kv_dtypes=tuple(STORAGE_DTYPES),
+    layouts=LAYOUTS,
+    features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse"}),
+)
+
+
+class NumpyBackend:
+    """Every feature, any head dims, any block size; one pass over NumPy arrays per sequence."""
+
+    name = "numpy"
+
+    def supported(self) -> Supported:
+        """See `Backend.supported`."""
+        return _SUPPORTED
+
+    def allocate(self, config: CacheConfig, num_blocks: int) -> list[LayerCache]:
+        """See `Backend.allocate`."""
+        check_config(_SUPPORTED, config, num_blocks)
+        dtype = storage_dtype(config.dtype)
+        k_shape, v_shape = storage_shape(config, num_blocks)
+        return [
+            LayerCache(
+                np.empty(k_shape, dtype),
+                np.empty(v_shape, dtype),
+                config.dtype,
+                config.block_size,
+                config.layout,
+            )
+            for _ in range(config.num_layers)
+        ]
+
+    @_data_may_be_anything
+    def write(
+        self, cache: LayerCache, k: NDArray[Any], v: NDArray[Any], slot_mapping: NDArray[np.int64]
+    ) -> None:
+        """See `Backend.write`."""
+        check_write(_SUPPORTED, cache, k, v, slot_mapping)
+        rows = np.flatnonzero(slot_mapping >= 0)
+        block, offset = np.divmod(slot_mapping[rows], cache.block_size)
+        k_rows, v_rows = convert(k[rows], cache.dtype), convert(v[rows], cache.dtype)
+        cache.k_nhd[block, offset] = k_rows
+        cache.v_nhd[block, offset] = v_rows
+
+    @_data_may_be_anything
+    def attend(
+        self,
+        cache: LayerCache,
+        q: NDArray[Any],
+        block_tables: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        query_start_loc: NDArray[np.int32],
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: NDArray[np.float32] | None = None,
+        alibi_slopes: NDArray[np.float32] | None = None,
+        out: NDArray[Any] | None = None,
+        lse: NDArray[np.float32] | None = None,
+    ) -> NDArray[Any]:
+        """See `Backend.attend`. Time and memory O(num_q_heads * queries * keys), one sequence at a time."""
+        scale, window, out = check_attend(
+            _SUPPORTED,
+            cache,
+            q,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            out=out,
+            lse=lse,
+        )
+        dtype = dtype_name(q.dtype)
+        queries = to_float32(q).astype(np.float64) * scale
+        out.fill(0)
+        if lse is not None:
+            lse.fill(-np.inf)
+        for row, num_keys in enumerate(seq_lens.tolist()):
+            first, last = int(query_start_loc[row]), int(query_start_loc[row + 1])
+            if first == last or num_keys == 0:
+                continue
+            positions = np.arange(num_keys - (last - first), num_keys)
+            first_key = 0 if window is None else max(0, int(positions[0]) + 1 - window)
+            table = block_tables[row]
+            result, log_denominator = _attend_row(
+                queries[first:last],
+                _read(cache.k_nhd, cache.block_size, table, first_key, num_keys).astype(np.float64),
+                _read(cache.v_nhd, cache.block_size, table, first_key, num_keys).astype(np.float64),
+                positions - first_key,
+                window,
+                soft_cap,
+                sinks,
+                alibi_slopes,
+            )
+            out[first:last] = from_float32(result.astype(np.float32), dtype)
+            if lse is not None:
+                lse[first:last] = log_denominator
+        return out
+
+    def copy_blocks(self, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
+        """See `Backend.copy_blocks`."""
+        check_copies(_SUPPORTED, caches, copies)
+        src, dst = copies.T
+        for cache in caches:
+            cache.k[dst] = cache.k[src]
+            cache.v[dst] = cache.v[src]
+
+    @_data_may_be_anything
+    def gather(
+        self, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """See `Backend.gather`."""
+        check_gather(_SUPPORTED, cache, block_table, seq_len)
+        k = _read(cache.k_nhd, cache.block_size, block_table, 0, seq_len)
+        v = _read(cache.v_nhd, cache.block_size, block_table, 0, seq_len)
+        return np.ascontiguousarray(k), np.ascontiguousarray(v)
+
+    @_data_may_be_anything
+    def merge_states(
+        self,
+        out_a: NDArray[Any],
+        lse_a: NDArray[np.float32],
+        out_b: NDArray[Any],
+        lse_b: NDArray[np.float32],
+    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """See `Backend.merge_states`."""
+        check_merge(_SUPPORTED, out_a, lse_a, out_b, lse_b)
+        lse = np.logaddexp(lse_a.astype(np.float64), lse_b.astype(np.float64))
+        merged = np.zeros(out_a.shape, np.float64)
+        for out, part in ((out_a, lse_a), (out_b, lse_b)):
+            takes_part = part != -np.inf
+            weight = np.exp(part[takes_part] - lse[takes_part])
+            merged[takes_part] += weight[:, None] * to_float32(out)[takes_part]
+        return from_float32(merged.astype(np.float32), dtype_name(out_a.dtype)), lse.astype(np.float32)
+
+
+def _read(
+    nhd: NDArray[Any], block_size: int, table: NDArray[np.int32], first: int, last: int
+) -> NDArray[np.float32]:
+    """Tokens first..last of a sequence as float32 [last - first, num_kv_heads, dim]."""
+    first_block = first // block_size
+    blocks = nhd[table[first_block : -(-last // block_size)]]
+    start = first - first_block * block_size
+    tokens = blocks.reshape(-1, *nhd.shape[2:])[start : start + last - first]
+    return to_float32(tokens)
+
+
+def _attend_row(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    positions: NDArray[np.int64],
+    window: int | None,
+    soft_cap: float | None,
+    sinks: NDArray[np.float32] | None,
+    alibi_slopes: NDArray[np.float32] | None,
+) -> tuple[Floats, Floats]:
+    """Attention of one sequence: q [t, Hq, Dk] scaled, k [n, Hkv, Dk], v [n, Hkv, Dv]; positions [t] index k.
+
+    Returns (out [t, Hq, Dv], log of the denominator [t, Hq]).
+    """
+    num_queries, num_q_heads, head_dim = q.shape
+    num_keys, num_kv_heads, head_dim_v = v.shape
+    # The queries of a group share their keys, so they are rows of one matrix product: [Hkv, group * t, .].
+    group = num_q_heads // num_kv_heads
+    grouped = q.transpose(1, 0, 2).reshape(num_kv_heads, group * num_queries, head_dim)
+    scores = (grouped @ k.transpose(1, 2, 0)).reshape(num_q_heads, num_queries, num_keys)
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    keys = np.arange(num_keys)
+    distance = positions[:, None] - keys
+    if alibi_slopes is not None:
+        scores -= alibi_slopes.astype(np.float64)[:, None, None] * distance
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    scores[:, ~visible] = -np.inf
+
+    highest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.astype(np.float64)[:, None, None]
+        highest = np.maximum(highest, sink)
+    weights = np.exp(scores - highest)
+    denominator = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        denominator += np.exp(sink - highest)
+    log_denominator = (highest + np.log(denominator))[..., 0].T
+
+    weights /= denominator
+    values = v.transpose(1, 0, 2)
+    by_group = weights.reshape(num_kv_heads, group * num_queries, num_keys)
+    out = (by_group @ values).reshape(num_q_heads, num_queries, head_dim_v)
+    if num_queries > 1 and not np.isfinite(out).all():
+        # A value that is not finite also reached queries that may not see it, as 0 * NaN: sum what each sees.
+        per_query = weights.reshape(num_kv_heads, group, num_queries, num_keys)
+        for query, seen in enumerate(visible):
+            summed = per_query[:, :, query][:, :, seen] @ values[:, seen]
+            out[:, query] = summed.reshape(num_q_heads, head_dim_v)
+    return out.transpose(1, 0, 2), log_denominator
