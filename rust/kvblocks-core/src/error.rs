@@ -1,0 +1,60 @@
+//! What can be wrong with a call. Imports `ids`.
+//!
+//! Invariant: an error is misuse and leaves the manager unchanged. Expected refusals (no room) are values, not errors.
+
+use crate::ids::SeqHandle;
+
+/// Result of a verb.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Misuse of a verb, with the numbers that show it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The handle was never given out, or its sequence has been freed.
+    #[error("handle {:#x} names no sequence: it was freed, or never given out", .0.0)]
+    StaleHandle(SeqHandle),
+    /// The prompt came from a preemption whose sequence has been freed or resumed since.
+    #[error("the prompt continues sequence {:#x}, which was freed or resumed since its preemption", .0.0)]
+    StalePrompt(SeqHandle),
+    /// The sequence holds no blocks: only `allocate` of its prompt, `preempt` and `free` apply.
+    #[error("sequence {:#x} is preempted: allocate the prompt that preempt handed out to resume it", .0.0)]
+    Preempted(SeqHandle),
+    /// The same sequence stands twice in one batch.
+    #[error("handles names sequence {:#x} more than once", .0.0)]
+    DuplicateHandle(SeqHandle),
+    /// The prompt was prepared by another manager.
+    #[error("the prompt was prepared by another block manager: prepare it with this one")]
+    ForeignPrompt,
+    /// An array has the wrong number of entries.
+    #[error("{argument} has {got} entries, expected {expected}")]
+    Length {
+        /// Name of the argument.
+        argument: &'static str,
+        /// Entries found.
+        got: usize,
+        /// Entries needed.
+        expected: usize,
+    },
+    /// A value lies outside its range.
+    #[error("{argument} is {got}, expected {expected}")]
+    Value {
+        /// Name of the argument.
+        argument: &'static str,
+        /// The value found.
+        got: i64,
+        /// The range, in words.
+        expected: String,
+    },
+    /// A value of one row of a batch lies outside its range.
+    #[error("{argument}[{row}] is {got}, expected {expected}")]
+    Row {
+        /// Name of the argument.
+        argument: &'static str,
+        /// Row of the batch.
+        row: usize,
+        /// The value found.
+        got: i64,
+        /// The range, in words.
+        expected: String,
+    },
+}
