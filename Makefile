@@ -100,7 +100,7 @@ format: $(STAMPS)/lint
 
 bench: $(STAMPS)/core $(STAMPS)/bench
 	$(PY) benches/import_time.py
-	HOME="$(CURDIR)/.cache" $(PY) -m asv machine --yes --config benches/asv.conf.json
+	HOME="$(CURDIR)/.cache" $(PY) -m asv machine --yes --config benches/asv.conf.json >/dev/null
 	HOME="$(CURDIR)/.cache" $(PY) -m asv run --config benches/asv.conf.json --python=same --dry-run $(ARGS)
 
 clean:

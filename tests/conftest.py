@@ -1,6 +1,8 @@
-"""What every suite shares: the depth of property tests, and the demand that a suite really ran."""
+"""What all suites share: the depth of property tests, the README's example, and `--require-passed`."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -9,6 +11,18 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=250, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(scope="session")
+def readme_example() -> tuple[str, str]:
+    """The code of the README's example, and what it prints."""
+    readme = Path(__file__).resolve().parents[1] / "README.md"
+    blocks = re.findall(
+        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert len(blocks) == 1
+    code, printed = blocks[0]
+    return code, printed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
