@@ -18,7 +18,7 @@ STORAGE_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 LAYOUTS: Final = ("NHD", "HND")
 
-_UNITS: Final = {"B": 1} | {
+_UNITS: Final[dict[str, int]] = {"B": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT", start=1)
@@ -84,7 +84,8 @@ def _parse(text: str) -> int | None:
     if match is None or match[3] not in _UNITS:
         return None
     fraction = match[2] or ""
-    return int(match[1] + fraction) * _UNITS[match[3]] // 10 ** len(fraction)
+    denominator: int = 10 ** len(fraction)
+    return int(match[1] + fraction) * _UNITS[match[3]] // denominator
 
 
 def as_integer(value: object) -> int | None:

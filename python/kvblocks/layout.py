@@ -43,7 +43,7 @@ def dtype_name(storage: np.dtype[Any]) -> str:
         if storage == dtype:
             return name
     hint = "; pass .view(numpy.uint16)" if storage.name == "bfloat16" else ""
-    raise TypeError(f"dtype {storage}: expected float32, float16 or uint16 (bfloat16 bits){hint}")
+    raise TypeError(f"dtype {storage}, expected float32, float16 or uint16 (bfloat16 bits){hint}")
 
 
 def storage_shape(config: CacheConfig, num_blocks: int) -> tuple[Shape, Shape]:

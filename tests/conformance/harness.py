@@ -1,0 +1,33 @@
+"""What differs between backends under test: how to make one, and how its arrays reach the host.
+
+To bind another backend to the contract, add its harness to HARNESSES; nothing else in the suite names one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvblocks.backends import Backend, get_backend
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A backend under test."""
+
+    name: str
+    # Host array -> the backend's array, and back. Identity for backends that work on host memory.
+    to_device: Callable[[np.ndarray], Any] = lambda array: array
+    to_host: Callable[[Any], np.ndarray] = lambda array: array
+    # Values of index arrays are checked by the call itself; device backends report them later.
+    checks_values: bool = True
+
+    @property
+    def backend(self) -> Backend:
+        return get_backend(self.name)
+
+
+HARNESSES = [
+    Harness("numpy"),
+]
