@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-Handles: TypeAlias = NDArray[np.int64] | _Seq[int] | int
-Counts: TypeAlias = NDArray[np.int32] | _Seq[int] | int
-Tokens: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | _Seq[int]
+_Handles: TypeAlias = NDArray[np.int64] | _Seq[int] | int
+_Counts: TypeAlias = NDArray[np.int32] | _Seq[int] | int
+_Tokens: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | _Seq[int]
 
 __version__: str
 
@@ -25,6 +25,9 @@ class KVBlocksError(Exception):
 
 class StaleHandleError(KVBlocksError):
     """A sequence handle that was never given out, or whose sequence has been freed."""
+
+class PreemptedError(KVBlocksError):
+    """A verb that needs blocks was called on a preempted sequence."""
 
 class ForkedProcessError(KVBlocksError):
     """A manager made before fork() was touched in the child process."""
@@ -96,6 +99,9 @@ class Scheduled:
     def num_tokens(self) -> int: ...
     @property
     def num_copies(self) -> int: ...
+    @property
+    def max_blocks(self) -> int:
+        """Length of the longest block table of the step."""
     @property
     def refusal(self) -> Later | Never | None:
         """Why row `num_seqs` was not scheduled."""
@@ -212,7 +218,7 @@ class BlockManager:
     @property
     def null_block_id(self) -> int:
         """What pads block tables: 0, or -1 without a null block."""
-    def prepare(self, tokens: Tokens) -> Prompt:
+    def prepare(self, tokens: _Tokens) -> Prompt:
         """Hash a prompt once, for any number of later look-ups. O(tokens); releases the interpreter."""
     def match_prefix(self, prompt: Prompt) -> int:
         """Leading tokens that `allocate` would find cached; no side effects. O(hit blocks)."""
@@ -227,7 +233,7 @@ class BlockManager:
         handed out by `preempt` continues its own handle. Never is judged on the whole prompt, Later on the
         reservation. Raises StaleHandleError if the preempted sequence was freed or already resumed. O(blocks).
         """
-    def commit(self, handles: Handles, counts: Counts, tokens: Tokens | None = None) -> None:
+    def commit(self, handles: _Handles, counts: _Counts, tokens: _Tokens | None = None) -> None:
         """Accept the first `counts[i]` tokens of the oldest uncommitted step of each sequence.
 
         tokens: ids, flat, in row order, of the accepted tokens that are not known yet (the prompt's are). Blocks
@@ -236,26 +242,26 @@ class BlockManager:
         Raises ValueError if a count exceeds the step, if ids are missing or superfluous, or if tokens would be
         rejected while a later step is in flight. O(accepted tokens).
         """
-    def fork(self, handles: Handles, num_children: Counts = 1) -> NDArray[np.int64]:
+    def fork(self, handles: _Handles, num_children: _Counts = 1) -> NDArray[np.int64]:
         """Snapshot each sequence's computed tokens into children that share its blocks; copies nothing.
 
         Returns the children's handles [sum(num_children)], grouped by parent. A partly filled block is copied
         when one of its owners is next scheduled into it; the last owner writes in place. O(blocks).
         """
     def truncate(
-        self, handles: Handles, lengths: Counts, *, spare: Literal["free", "keep"] = "free"
+        self, handles: _Handles, lengths: _Counts, *, spare: Literal["free", "keep"] = "free"
     ) -> int:
         """Cut each sequence to its first `lengths[i]` tokens; returns the blocks that no sequence uses any more.
 
         spare="keep" keeps the private, unpublished blocks beyond the cut in the table. Raises ValueError for a
         length beyond the sequence or below a step in flight. O(blocks given back).
         """
-    def preempt(self, handles: Handles) -> list[Prompt]:
+    def preempt(self, handles: _Handles) -> list[Prompt]:
         """Give the blocks back and hand out each token history; the handle stays, to be resumed by `allocate`.
 
         Steps in flight are dropped. Preempting a preempted sequence hands out the same history. O(tokens).
         """
-    def free(self, handles: Handles, *, missing_ok: bool = False) -> int:
+    def free(self, handles: _Handles, *, missing_ok: bool = False) -> int:
         """End sequences; returns the blocks that no sequence uses any more. Legal at any stage.
 
         Published blocks stay cached, the tail first in line for eviction. Raises StaleHandleError, unless
@@ -280,8 +286,9 @@ class BlockManager:
 class StepBuffers:
     """The caller's index arrays, filled by `schedule` in one call; the arrays are kept and cannot be resized.
 
-    block_tables int32 [max_seqs, max_blocks_per_seq], slot_mapping int64 [max_tokens], seq_lens int32 [max_seqs],
-    query_start_loc int32 [max_seqs + 1], copies int32 [max_seqs, 2]; C-contiguous and writable.
+    block_tables int32 [max_seqs, max_blocks_per_seq], slot_mapping int64 [max_tokens], positions int32 [max_tokens],
+    seq_lens int32 [max_seqs], query_start_loc int32 [max_seqs + 1], copies int32 [max_seqs, 2]; C-contiguous and
+    writable.
     """
 
     def __new__(
@@ -289,16 +296,17 @@ class StepBuffers:
         manager: BlockManager,
         block_tables: NDArray[np.int32],
         slot_mapping: NDArray[np.int64],
+        positions: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         query_start_loc: NDArray[np.int32],
         copies: NDArray[np.int32],
     ) -> StepBuffers: ...
     def schedule(
         self,
-        handles: Handles,
-        num_new: Counts,
+        handles: _Handles,
+        num_new: _Counts,
         *,
-        lookahead: Counts = 0,
+        lookahead: _Counts = 0,
         policy: Literal["all", "fit"] = "all",
         pad_seqs: int = 0,
         pad_tokens: int = 0,

@@ -106,7 +106,7 @@ impl Manager {
     }
 
     fn check_prompt(&self, prompt: &Prompt) -> Result<()> {
-        if !Arc::ptr_eq(&prompt.manager, &self.identity) {
+        if !self.preparer.made(prompt) {
             return Err(Error::ForeignPrompt);
         }
         match prompt.resumes {

@@ -6,7 +6,7 @@
 //! * [`StepArrays`] are the caller's index arrays that [`Manager::schedule`] fills, one call for a whole batch.
 //!
 //! # Usage
-//! 1. [`Manager::prepare`] a prompt, 2. [`Manager::allocate`] it (cached prefix pinned, blocks reserved),
+//! 1. [`Preparer::prepare`] a prompt, 2. [`Manager::allocate`] it (cached prefix pinned, blocks reserved),
 //! 3. [`Manager::schedule`] its next tokens, run the model, 4. [`Manager::commit`] what was computed, and again from
 //!    3; [`Manager::fork`], [`Manager::truncate`] and [`Manager::preempt`] on the way, 5. [`Manager::free`].
 //!
@@ -17,7 +17,7 @@
 //!
 //! **The trap**: block ids are reused. A table read earlier is a snapshot; hold a handle, not a block id.
 //!
-//! Imports flow one way: `ids -> hash, free_list, prefix -> pool -> prompt, table -> manager` and, on top of it,
+//! Imports flow one way: `ids, hash -> free_list, prefix, prompt -> pool, table -> manager` and, on top of it,
 //! one file a verb group: `admission`, `step`, `commit`, `lifetime`, then `stats` and `check`.
 
 #![forbid(unsafe_code)]
@@ -44,7 +44,7 @@ pub use hash::BlockHasher;
 pub use ids::{BlockId, SeqHandle};
 pub use lifetime::Spare;
 pub use manager::{Config, Counts, Manager, Refusal};
-pub use prompt::Prompt;
+pub use prompt::{Preparer, Prompt};
 pub use stats::Stats;
 pub use step::{Policy, RowState, Scheduled, StepArrays, StepRequest};
 pub use table::Cursors;

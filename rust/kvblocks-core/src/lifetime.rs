@@ -112,7 +112,7 @@ impl Manager {
                 };
                 self.counters.preemptions += 1;
             }
-            prompts.push(self.prompt(Arc::clone(&self.seqs[key].prompt), Some(key)));
+            prompts.push(self.preparer.wrap(Arc::clone(&self.seqs[key].prompt), Some(key)));
         }
         Ok(prompts)
     }

@@ -3,15 +3,13 @@
 //!
 //! Invariant: a verb checks its whole batch before it changes anything, so an error or a refusal leaves no trace.
 
-use std::sync::Arc;
-
 use slotmap::SlotMap;
 
 use crate::error::{Error, Result};
 use crate::hash::BlockHasher;
 use crate::ids::{BlockId, SeqHandle, SeqKey};
 use crate::pool::Pool;
-use crate::prompt::{Prompt, Tokens};
+use crate::prompt::Preparer;
 use crate::stats::Counters;
 use crate::step::RowPlan;
 use crate::table::{Cursors, Sequence};
@@ -60,8 +58,7 @@ pub struct Manager {
     /// Sum of the lengths of all block tables.
     pub(crate) num_logical: usize,
     pub(crate) counters: Counters,
-    /// Whose prompts these are.
-    pub(crate) identity: Arc<()>,
+    pub(crate) preparer: Preparer,
     /// Number of the last batch call, written into each sequence it names.
     pub(crate) batch: u64,
     /// Scratch of an admission: the cached blocks found.
@@ -119,13 +116,13 @@ impl Manager {
             );
         }
         Ok(Self {
+            preparer: Preparer::new(hasher.clone(), block_size),
             pool: Pool::new(first as u32, num_blocks as u32, block_size, hasher),
             seqs: SlotMap::with_key(),
             watermark: watermark_blocks,
             null_block,
             num_logical: 0,
             counters: Counters::default(),
-            identity: Arc::new(()),
             batch: 0,
             hits: Vec::new(),
             plan: Vec::new(),
@@ -151,13 +148,9 @@ impl Manager {
         }
     }
 
-    /// Hash a prompt once for any number of look-ups. O(tokens).
-    pub fn prepare(&self, ids: Vec<u32>) -> Prompt {
-        let hashes = match self.pool.index {
-            Some(_) => self.pool.hasher.chain(&ids, self.pool.block_size),
-            None => Vec::new(),
-        };
-        self.prompt(Arc::new(Tokens { ids, hashes }), None)
+    /// Makes this manager's prompts, without a reference to it.
+    pub fn preparer(&self) -> &Preparer {
+        &self.preparer
     }
 
     /// Cursors of a sequence. O(1).
@@ -178,14 +171,6 @@ impl Manager {
     /// Forget every cached block; returns how many. O(cached blocks).
     pub fn reset_prefix_cache(&mut self) -> usize {
         self.pool.drop_cached() as usize
-    }
-
-    pub(crate) fn prompt(&self, tokens: Arc<Tokens>, resumes: Option<SeqKey>) -> Prompt {
-        Prompt {
-            tokens,
-            manager: Arc::clone(&self.identity),
-            resumes,
-        }
     }
 
     pub(crate) fn sequence(&self, handle: SeqHandle) -> Result<&Sequence> {

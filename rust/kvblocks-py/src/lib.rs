@@ -1,4 +1,23 @@
-//! placeholder
+//! The module `kvblocks._core`: the Rust crates as Python classes.
+//!
+//! Every class is frozen; what changes stands behind one lock. `arrays` turns arguments into slices, `answers` results
+//! into objects, `errors` core errors into exceptions; `manager`, `step` and `cpu` hold no logic of their own.
+
 use pyo3::prelude::*;
-#[pymodule]
-mod _core {}
+
+mod answers;
+mod arrays;
+mod errors;
+mod manager;
+mod process;
+mod step;
+
+#[pymodule(gil_used = false)]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    errors::register(module)?;
+    answers::register(module)?;
+    module.add_class::<manager::PyBlockManager>()?;
+    module.add_class::<step::PyStepBuffers>()?;
+    process::register(module)
+}
