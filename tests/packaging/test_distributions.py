@@ -28,19 +28,25 @@ def python_module(module: str, *arguments: str | Path, cwd: Path, **variables: s
     return run(sys.executable, "-m", module, *arguments, cwd=cwd, **variables)
 
 
+def only_file(folder: Path) -> Path:
+    files = list(folder.iterdir())
+    assert len(files) == 1
+    return files[0]
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from the checkout."""
     out = tmp_path_factory.mktemp("wheel")
     python_module("maturin", "build", "--release", "--locked", "--out", out, cwd=ROOT)
-    return next(out.glob("*.whl"))
+    return only_file(out)
 
 
 @pytest.fixture(scope="session")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
     python_module("maturin", "sdist", "--out", out, cwd=ROOT)
-    return next(out.glob("*.tar.gz"))
+    return only_file(out)
 
 
 @pytest.fixture(scope="session", params=["wheel", "sdist"])
