@@ -1,0 +1,1 @@
+"""asv's benchmarks of what costs CPU time in an engine's step."""
