@@ -5,7 +5,7 @@ Invariant: a `LayerCache` that exists has arrays of agreeing shape and dtype; a 
 (slot // block_size, slot % block_size) of that cache's own block size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -63,8 +63,8 @@ class LayerCache:
     Raises TypeError or ValueError that names the array, the axis and both numbers.
     """
 
-    k: Array
-    v: Array
+    k: Array = field(repr=False)
+    v: Array = field(repr=False)
     dtype: str
     block_size: int
     layout: str

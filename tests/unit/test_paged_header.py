@@ -110,18 +110,21 @@ def test_addresses_in_a_pool_that_interleaves_k_and_v(driver: ctypes.CDLL) -> No
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_addresses_beyond_two_to_the_31_elements(driver: ctypes.CDLL, layout: str) -> None:
-    """Addresses are taken, never followed, so one element stands for the whole pool."""
-    config = CacheConfig(1, 8, 256, 1, "float16", 16, layout)
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(200_000, 16), (2**31 - 1, 24)])
+def test_addresses_beyond_two_to_the_31(
+    driver: ctypes.CDLL, layout: str, num_blocks: int, block_size: int
+) -> None:
+    """Elements, then slots too. Addresses are taken, never followed: one element stands for the whole pool."""
+    config = CacheConfig(1, 8, 256, 1, "float16", block_size, layout)
     arrays = []
-    for shape in storage_shape(config, 200_000):
+    for shape in storage_shape(config, num_blocks):
         strides = 2 * np.cumprod((1, *shape[:0:-1]))[::-1]
         arrays.append(
             np.lib.stride_tricks.as_strided(np.zeros(1, np.float16), shape, tuple(strides.tolist()))
         )
-    table = np.array([199_999, 65_536, 3], np.int32)
-    largest = check(driver, LayerCache(*arrays, "float16", 16, layout), table, np.arange(48))
-    assert largest > 2**32
+    table = np.array([num_blocks - 1, 65_536, 3], np.int32)
+    cache = LayerCache(*arrays, "float16", block_size, layout)
+    assert check(driver, cache, table, np.arange(3 * block_size)) > 2**32
 
 
 def test_negative_slots_are_skipped(driver: ctypes.CDLL) -> None:
