@@ -73,8 +73,7 @@ impl Manager {
             self.pool.share(block);
             seq.blocks.push(block);
         }
-        seq.blocks
-            .extend((0..plan.num_new_blocks).map_while(|_| self.pool.take()));
+        seq.blocks.extend((0..plan.num_new_blocks).map_while(|_| self.pool.take()));
         seq.num_computed = cached;
         seq.num_scheduled = cached;
         seq.num_reserved = cached.max(reserve.unwrap_or(prompt.len()));
@@ -93,16 +92,11 @@ impl Manager {
             None => self.seqs.insert(seq),
         };
         if use_cache && self.pool.index.is_some() {
-            self.counters
-                .count_query(prompt.len(), cached, prompt.resumes.is_some());
+            self.counters.count_query(prompt.len(), cached, prompt.resumes.is_some());
         }
         self.note_peaks();
         let handle = SeqHandle::of(key);
-        Ok(Ok(Allocation {
-            handle,
-            num_cached_tokens: cached,
-            num_new_tokens: prompt.len() - cached,
-        }))
+        Ok(Ok(Allocation { handle, num_cached_tokens: cached, num_new_tokens: prompt.len() - cached }))
     }
 
     fn check_prompt(&self, prompt: &Prompt) -> Result<()> {
@@ -122,8 +116,7 @@ impl Manager {
         self.hits.clear();
         if use_cache {
             let most = prompt.len().saturating_sub(1) / self.pool.block_size;
-            self.pool
-                .find_prefix(&prompt.tokens.ids, &prompt.tokens.hashes, most, &mut self.hits);
+            self.pool.find_prefix(&prompt.tokens.ids, &prompt.tokens.hashes, most, &mut self.hits);
         }
     }
 
@@ -138,29 +131,15 @@ impl Manager {
         let need_blocks = prompt.len().max(reserve).div_ceil(block_size);
         let capacity_blocks = self.capacity();
         if need_blocks > capacity_blocks {
-            return Err(Refusal::Never {
-                need_blocks,
-                capacity_blocks,
-            });
+            return Err(Refusal::Never { need_blocks, capacity_blocks });
         }
         self.find_hits(prompt, use_cache);
         let num_new_blocks = reserve.div_ceil(block_size).saturating_sub(self.hits.len());
-        let revived = self
-            .hits
-            .iter()
-            .filter(|&&block| self.pool.refs(block) == 0)
-            .count();
-        let watermark = if self.pool.num_live() == 0 {
-            0
-        } else {
-            self.watermark
-        };
+        let revived = self.hits.iter().filter(|&&block| self.pool.refs(block) == 0).count();
+        let watermark = if self.pool.num_live() == 0 { 0 } else { self.watermark };
         let available = self.pool.num_available() as usize - revived;
         match (num_new_blocks + watermark).saturating_sub(available) {
-            0 => Ok(Admission {
-                num_cached_tokens: self.hits.len() * block_size,
-                num_new_blocks,
-            }),
+            0 => Ok(Admission { num_cached_tokens: self.hits.len() * block_size, num_new_blocks }),
             num_blocks => Err(Refusal::Later { num_blocks }),
         }
     }

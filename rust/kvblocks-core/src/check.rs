@@ -19,9 +19,7 @@ impl Report {
     }
 
     fn equal<T: PartialEq + std::fmt::Debug>(&mut self, what: &str, kept: T, recomputed: T) {
-        self.expect(kept == recomputed, || {
-            format!("{what} is {kept:?}, recomputed {recomputed:?}")
-        });
+        self.expect(kept == recomputed, || format!("{what} is {kept:?}, recomputed {recomputed:?}"));
     }
 }
 
@@ -43,11 +41,7 @@ impl Manager {
             let columns = seq.num_reserved.div_ceil(self.pool.block_size);
             report.equal(&format!("{name}: table length"), seq.blocks.len(), columns);
             let distinct: HashSet<_> = seq.blocks.iter().collect();
-            report.equal(
-                &format!("{name}: distinct blocks"),
-                distinct.len(),
-                seq.blocks.len(),
-            );
+            report.equal(&format!("{name}: distinct blocks"), distinct.len(), seq.blocks.len());
             let in_flight: usize = seq.in_flight.iter().map(|step| step.num_new).sum();
             report.equal(
                 &format!("{name}: tokens in flight"),
@@ -58,15 +52,12 @@ impl Manager {
             let published = if self.pool.index.is_some() { full } else { 0 };
             report.equal(&format!("{name}: published blocks"), seq.num_published, published);
             for (i, &block) in seq.blocks.iter().take(published).enumerate() {
-                report.expect(self.pool.is_published(block), || {
-                    format!("{name}: column {i} is not published")
-                });
+                report
+                    .expect(self.pool.is_published(block), || format!("{name}: column {i} is not published"));
             }
             for (i, &block) in seq.blocks.iter().enumerate() {
-                let computed = seq
-                    .num_computed
-                    .saturating_sub(i * self.pool.block_size)
-                    .min(self.pool.block_size);
+                let computed =
+                    seq.num_computed.saturating_sub(i * self.pool.block_size).min(self.pool.block_size);
                 report.expect(self.pool.fill(block) as usize >= computed, || {
                     format!(
                         "{name}: column {i} holds {computed} tokens, its block's mark is {}",
@@ -85,20 +76,12 @@ impl Manager {
 
     fn check_blocks(&self, owners: &HashMap<BlockId, u32>, report: &mut Report) {
         let pool = &self.pool;
-        let free: Vec<_> = pool
-            .lists
-            .iter(List::Free)
-            .chain(pool.lists.fresh().map(BlockId))
-            .collect();
+        let free: Vec<_> = pool.lists.iter(List::Free).chain(pool.lists.fresh().map(BlockId)).collect();
         let cached: Vec<_> = pool.lists.iter(List::Cached).collect();
         report.equal("free blocks", pool.lists.num_free() as usize, free.len());
         report.equal("cached blocks", pool.lists.num_cached() as usize, cached.len());
         report.equal("live blocks", pool.num_live() as usize, owners.len());
-        report.equal(
-            "free + live + cached",
-            free.len() + owners.len() + cached.len(),
-            self.capacity(),
-        );
+        report.equal("free + live + cached", free.len() + owners.len() + cached.len(), self.capacity());
         report.equal(
             "logical blocks",
             self.num_logical,
@@ -111,21 +94,14 @@ impl Manager {
             let refs = owners.get(&block).copied().unwrap_or(0);
             report.equal(&format!("{block:?}: references"), pool.refs(block), refs);
             let states = [free.contains(&block), refs > 0, cached.contains(&block)];
-            report.equal(
-                &format!("{block:?}: states"),
-                states.iter().filter(|&&state| state).count(),
-                1,
-            );
+            report.equal(&format!("{block:?}: states"), states.iter().filter(|&&state| state).count(), 1);
             let (fill, size) = (pool.fill(block) as usize, pool.block_size);
-            report.expect(fill <= size, || {
-                format!("{block:?}: mark {fill} exceeds the block size {size}")
-            });
+            report.expect(fill <= size, || format!("{block:?}: mark {fill} exceeds the block size {size}"));
             report.expect(states[1] || fill == if states[2] { size } else { 0 }, || {
                 format!("{block:?}: mark {fill} of a block without owner, states {states:?}")
             });
-            report.expect(!pool.is_published(block) || !states[0], || {
-                format!("{block:?}: free and published")
-            });
+            report
+                .expect(!pool.is_published(block) || !states[0], || format!("{block:?}: free and published"));
             report.expect(pool.is_published(block) || !states[2], || {
                 format!("{block:?}: cached, not published")
             });
@@ -147,11 +123,7 @@ impl Manager {
         let listed: Vec<_> = index.iter().collect();
         let distinct: HashSet<_> = listed.iter().copied().collect();
         report.equal("distinct index entries", distinct.len(), listed.len());
-        let published: HashSet<_> = self
-            .pool
-            .ids()
-            .filter(|&block| index.is_published(block))
-            .collect();
+        let published: HashSet<_> = self.pool.ids().filter(|&block| index.is_published(block)).collect();
         report.expect(published == distinct, || {
             format!(
                 "index entries and published blocks differ: {:?}",
@@ -162,11 +134,7 @@ impl Manager {
         for &block in &published {
             let key = (index.parent(block), self.pool.tokens.of(block));
             let content = index.link(block).content;
-            report.equal(
-                &format!("{block:?}: content id"),
-                *contents.entry(key).or_insert(content),
-                content,
-            );
+            report.equal(&format!("{block:?}: content id"), *contents.entry(key).or_insert(content), content);
         }
     }
 }

@@ -28,30 +28,16 @@ impl Manager {
                     true => "a step in flight: schedule comes first".to_owned(),
                     false => format!("at most the {step} tokens of its oldest step"),
                 };
-                return Err(Error::Row {
-                    argument: "counts",
-                    row,
-                    got: count as i64,
-                    expected,
-                });
+                return Err(Error::Row { argument: "counts", row, got: count as i64, expected });
             }
             if count < step && seq.in_flight.len() > 1 {
                 let expected = format!("all {step} tokens, since a later step is in flight");
-                return Err(Error::Row {
-                    argument: "counts",
-                    row,
-                    got: count as i64,
-                    expected,
-                });
+                return Err(Error::Row { argument: "counts", row, got: count as i64, expected });
             }
             num_unknown += (seq.num_computed + count).saturating_sub(seq.num_known());
         }
         if ids.len() != num_unknown {
-            return Err(Error::Length {
-                argument: "tokens",
-                got: ids.len(),
-                expected: num_unknown,
-            });
+            return Err(Error::Length { argument: "tokens", got: ids.len(), expected: num_unknown });
         }
         let mut rest = ids;
         for (row, handle) in handles.iter().enumerate() {

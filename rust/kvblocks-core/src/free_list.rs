@@ -15,11 +15,7 @@ struct Ends {
     len: u32,
 }
 
-const EMPTY: Ends = Ends {
-    head: NIL,
-    tail: NIL,
-    len: 0,
-};
+const EMPTY: Ends = Ends { head: NIL, tail: NIL, len: 0 };
 
 /// Which list a block is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,13 +39,7 @@ impl FreeList {
     /// Ids `first..limit`, all fresh. Touches no memory: the link arrays are zero pages until used.
     pub fn new(first: u32, limit: u32) -> Self {
         let links = || vec![0; limit as usize];
-        Self {
-            prev: links(),
-            next: links(),
-            ends: [EMPTY; 2],
-            fresh: first,
-            limit,
-        }
+        Self { prev: links(), next: links(), ends: [EMPTY; 2], fresh: first, limit }
     }
 
     /// Blocks in the free list, fresh ones included. O(1).

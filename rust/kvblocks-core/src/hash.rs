@@ -16,19 +16,13 @@ pub struct BlockHasher {
 impl BlockHasher {
     /// A hasher with an explicit seed: equal seeds give equal hashes in every process.
     pub fn new(seed: u64) -> Self {
-        Self {
-            seed,
-            degenerate: false,
-        }
+        Self { seed, degenerate: false }
     }
 
     /// A hasher that gives every block the same hash, to prove that collisions are harmless.
     #[doc(hidden)]
     pub fn degenerate() -> Self {
-        Self {
-            seed: 0,
-            degenerate: true,
-        }
+        Self { seed: 0, degenerate: true }
     }
 
     /// Hash of a full block whose predecessor's hash is `parent` (0 for the first block).
@@ -80,10 +74,8 @@ mod tests {
     }
 
     // Computed with an independent XXH3 implementation from the encoding above.
-    const GOLDEN: [u128; 2] = [
-        30338925252522429172703710732990793906,
-        299752104365523846659739855709458357394,
-    ];
+    const GOLDEN: [u128; 2] =
+        [30338925252522429172703710732990793906, 299752104365523846659739855709458357394];
 
     #[test]
     fn long_blocks_take_the_heap_and_short_ones_the_stack_alike() {

@@ -39,11 +39,7 @@ impl Manager {
         let total: usize = (0..handles.len()).map(|row| num_children.at(row)).sum();
         if total > MAX_CHILDREN {
             let expected = format!("at most {MAX_CHILDREN} children in one call");
-            return Err(Error::Value {
-                argument: "sum of num_children",
-                got: total as i64,
-                expected,
-            });
+            return Err(Error::Value { argument: "sum of num_children", got: total as i64, expected });
         }
         for (row, handle) in handles.iter().enumerate() {
             for _ in 0..num_children.at(row) {
@@ -67,22 +63,13 @@ impl Manager {
             let seq = &self.seqs[handle.key()];
             let length = lengths.at(row);
             let most = seq.num_known().max(seq.num_scheduled);
-            let least = if seq.in_flight.is_empty() {
-                0
-            } else {
-                seq.num_scheduled
-            };
+            let least = if seq.in_flight.is_empty() { 0 } else { seq.num_scheduled };
             if length > most || length < least {
                 let expected = match length > most {
                     true => format!("at most its {most} tokens"),
                     false => format!("at least {least}: a step is in flight, commit it first"),
                 };
-                return Err(Error::Row {
-                    argument: "lengths",
-                    row,
-                    got: length as i64,
-                    expected,
-                });
+                return Err(Error::Row { argument: "lengths", row, got: length as i64, expected });
             }
         }
         let mut orphaned = 0;
@@ -105,11 +92,7 @@ impl Manager {
                 let history = self.hashed_history(&self.seqs[key]);
                 let seq = &mut self.seqs[key];
                 self.num_logical -= seq.shrink(0, &mut self.pool).0;
-                *seq = Sequence {
-                    is_preempted: true,
-                    epoch: seq.epoch,
-                    ..Sequence::new(history)
-                };
+                *seq = Sequence { is_preempted: true, epoch: seq.epoch, ..Sequence::new(history) };
                 self.counters.preemptions += 1;
             }
             prompts.push(self.preparer.wrap(Arc::clone(&self.seqs[key].prompt), Some(key)));
@@ -141,10 +124,7 @@ impl Manager {
         }
         let ids = self.history(seq);
         let Some(index) = &self.pool.index else {
-            return Arc::new(Tokens {
-                ids,
-                hashes: Vec::new(),
-            });
+            return Arc::new(Tokens { ids, hashes: Vec::new() });
         };
         let block_size = self.pool.block_size;
         let mut hashes = Vec::with_capacity(ids.len() / block_size);
@@ -171,10 +151,7 @@ impl Sequence {
         }
         self.epoch += 1;
         let dropped = self.blocks.drain(len..).rev();
-        (
-            dropped.len(),
-            dropped.filter(|&block| pool.release(block)).count(),
-        )
+        (dropped.len(), dropped.filter(|&block| pool.release(block)).count())
     }
 
     /// The computed tokens as a sequence of their own, to which the caller adds its references.

@@ -70,27 +70,13 @@ pub struct Manager {
 impl Manager {
     /// A manager over `config.num_blocks` blocks. O(num_blocks) address space; memory is touched as blocks are used.
     pub fn new(config: Config) -> Result<Self> {
-        let Config {
-            num_blocks,
-            block_size,
-            hasher,
-            watermark_blocks,
-            null_block,
-        } = config;
+        let Config { num_blocks, block_size, hasher, watermark_blocks, null_block } = config;
         let first = usize::from(null_block);
         let value = |argument, got: usize, expected: String| {
-            Err(Error::Value {
-                argument,
-                got: i64::try_from(got).unwrap_or(i64::MAX),
-                expected,
-            })
+            Err(Error::Value { argument, got: i64::try_from(got).unwrap_or(i64::MAX), expected })
         };
         if num_blocks <= first || num_blocks > i32::MAX as usize {
-            let least = if null_block {
-                "2 (block 0 is the null block)"
-            } else {
-                "1"
-            };
+            let least = if null_block { "2 (block 0 is the null block)" } else { "1" };
             return value("num_blocks", num_blocks, format!("{least} to {}", i32::MAX));
         }
         if block_size == 0 || block_size > i32::MAX as usize {
@@ -104,9 +90,8 @@ impl Manager {
             );
         }
         // Ask before taking: an allocation that fails inside would end the process.
-        let bytes = num_blocks
-            .checked_mul(block_size)
-            .and_then(|slots| (num_blocks * 64).checked_add(slots * 4));
+        let bytes =
+            num_blocks.checked_mul(block_size).and_then(|slots| (num_blocks * 64).checked_add(slots * 4));
         if bytes.is_none_or(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_err()) {
             let slots = (num_blocks as u128 * block_size as u128).min(i64::MAX as u128) as usize;
             return value(
@@ -181,10 +166,7 @@ impl Manager {
     pub(crate) fn check_batch(&mut self, handles: &[SeqHandle], resident: bool) -> Result<()> {
         self.batch += 1;
         for &handle in handles {
-            let seq = self
-                .seqs
-                .get_mut(handle.key())
-                .ok_or(Error::StaleHandle(handle))?;
+            let seq = self.seqs.get_mut(handle.key()).ok_or(Error::StaleHandle(handle))?;
             if seq.seen == self.batch {
                 return Err(Error::DuplicateHandle(handle));
             }
@@ -200,10 +182,8 @@ impl Manager {
     pub(crate) fn history(&self, seq: &Sequence) -> Vec<u32> {
         let mut ids = Vec::with_capacity(seq.num_known());
         for (i, &block) in seq.blocks.iter().enumerate() {
-            let computed = seq
-                .num_computed
-                .saturating_sub(i * self.pool.block_size)
-                .min(self.pool.block_size);
+            let computed =
+                seq.num_computed.saturating_sub(i * self.pool.block_size).min(self.pool.block_size);
             ids.extend_from_slice(&self.pool.tokens.of(block)[..computed]);
         }
         ids.extend_from_slice(seq.prompt.ids.get(ids.len()..seq.prompt_len).unwrap_or_default());
@@ -240,24 +220,15 @@ impl Counts<'_> {
     pub(crate) fn check(&self, argument: &'static str, rows: usize) -> Result<()> {
         let expected = || "0 or more".to_owned();
         match *self {
-            Self::All(count) if count < 0 => Err(Error::Value {
-                argument,
-                got: count.into(),
-                expected: expected(),
-            }),
+            Self::All(count) if count < 0 => {
+                Err(Error::Value { argument, got: count.into(), expected: expected() })
+            }
             Self::All(_) => Ok(()),
-            Self::Each(counts) if counts.len() != rows => Err(Error::Length {
-                argument,
-                got: counts.len(),
-                expected: rows,
-            }),
+            Self::Each(counts) if counts.len() != rows => {
+                Err(Error::Length { argument, got: counts.len(), expected: rows })
+            }
             Self::Each(counts) => match counts.iter().position(|&count| count < 0) {
-                Some(row) => Err(Error::Row {
-                    argument,
-                    row,
-                    got: counts[row].into(),
-                    expected: expected(),
-                }),
+                Some(row) => Err(Error::Row { argument, row, got: counts[row].into(), expected: expected() }),
                 None => Ok(()),
             },
         }

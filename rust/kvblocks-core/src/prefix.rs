@@ -35,10 +35,7 @@ pub(crate) struct Link {
 
 impl Link {
     /// Before the first block.
-    pub const ROOT: Self = Self {
-        hash: 0,
-        content: ContentId::ROOT,
-    };
+    pub const ROOT: Self = Self { hash: 0, content: ContentId::ROOT };
 }
 
 /// Token ids of every block, beside the block: `block_size` entries each.
@@ -49,10 +46,7 @@ pub(crate) struct TokenStore {
 
 impl TokenStore {
     pub fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self {
-            ids: vec![0; num_blocks * block_size],
-            block_size,
-        }
+        Self { ids: vec![0; num_blocks * block_size], block_size }
     }
 
     pub fn of(&self, block: BlockId) -> &[u32] {
@@ -102,10 +96,7 @@ impl PrefixIndex {
 
     /// Hash and content of a published block.
     pub fn link(&self, block: BlockId) -> Link {
-        Link {
-            hash: self.hash[block.index()],
-            content: ContentId(self.content[block.index()]),
-        }
+        Link { hash: self.hash[block.index()], content: ContentId(self.content[block.index()]) }
     }
 
     /// The oldest block that holds `tokens` after `parent`, found by their `hash`. `collisions` grows by the blocks met
@@ -181,7 +172,6 @@ impl PrefixIndex {
 
     fn insert(&mut self, block: BlockId, hash: u128) {
         let hashes = &self.hash;
-        self.table
-            .insert_unique(hash as u64, block, |other| hashes[other.index()] as u64);
+        self.table.insert_unique(hash as u64, block, |other| hashes[other.index()] as u64);
     }
 }

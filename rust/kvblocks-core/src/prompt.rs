@@ -24,30 +24,19 @@ pub struct Preparer {
 
 impl Preparer {
     pub(crate) fn new(hasher: Option<BlockHasher>, block_size: usize) -> Self {
-        Self {
-            identity: Arc::new(()),
-            hasher,
-            block_size,
-        }
+        Self { identity: Arc::new(()), hasher, block_size }
     }
 
     /// Hash a prompt once for any number of look-ups. O(tokens).
     pub fn prepare(&self, ids: Vec<u32>) -> Prompt {
-        let hashes = self
-            .hasher
-            .as_ref()
-            .map(|hasher| hasher.chain(&ids, self.block_size))
-            .unwrap_or_default();
+        let hashes =
+            self.hasher.as_ref().map(|hasher| hasher.chain(&ids, self.block_size)).unwrap_or_default();
         self.wrap(Arc::new(Tokens { ids, hashes }), None)
     }
 
     /// Tokens hashed already, as a prompt.
     pub(crate) fn wrap(&self, tokens: Arc<Tokens>, resumes: Option<SeqKey>) -> Prompt {
-        Prompt {
-            tokens,
-            identity: Arc::clone(&self.identity),
-            resumes,
-        }
+        Prompt { tokens, identity: Arc::clone(&self.identity), resumes }
     }
 
     /// Whether `prompt` was made here.

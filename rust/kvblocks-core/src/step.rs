@@ -3,7 +3,7 @@
 //!
 //! Invariant: plan, then apply. The plan counts blocks exactly (each copy-on-write included, in row order, so that the
 //! last owner of a shared block writes in place); applying it cannot fail. Copies must run before the step's writes;
-//! a source keeps another owner, so it is never a destination of the same step.
+//! a source is owned by others or goes last in line for eviction, so it is never a destination of the same step.
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle, SeqKey};
@@ -84,7 +84,21 @@ pub struct Scheduled {
 #[derive(Clone, Copy)]
 pub(crate) struct RowPlan {
     num_new_blocks: usize,
-    copy: bool,
+    tail: Tail,
+}
+
+/// How a row gets to write into the block that its next token shares with earlier ones.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Tail {
+    /// It may already, or the token opens a block.
+    Writable,
+    /// Others own the block too: copy it, and leave it to them (the plan has already).
+    CopyShared,
+    /// A truncation ended inside a published block that nobody else owns. Copied while there is room, so that its
+    /// content can still be hit, as can its cached successors.
+    CopyPublished,
+    /// As before, without room: nothing is cached then, so no successor is lost by overwriting it.
+    Withdraw,
 }
 
 impl Manager {
@@ -97,16 +111,9 @@ impl Manager {
         self.check_step(request, out)?;
         let (num_seqs, refusal) = self.plan_step(request);
         if refusal.is_some() && request.policy == Policy::All {
-            return Ok(Scheduled {
-                refusal,
-                ..Scheduled::default()
-            });
+            return Ok(Scheduled { refusal, ..Scheduled::default() });
         }
-        let mut step = Scheduled {
-            num_seqs,
-            refusal,
-            ..Scheduled::default()
-        };
+        let mut step = Scheduled { num_seqs, refusal, ..Scheduled::default() };
         let padding = self.padding();
         out.query_start_loc[0] = 0;
         for (row, handle) in request.handles[..num_seqs].iter().enumerate() {
@@ -114,23 +121,19 @@ impl Manager {
             let (plan, num_new) = (self.plan[row], request.num_new.at(row));
             let seq = &mut self.seqs[key];
             let start = seq.num_scheduled;
-            if num_new > 0 {
-                if let Some((src, dst)) = make_tail_writable(seq, &mut self.pool, plan.copy) {
-                    out.copies[2 * step.num_copies] = src.0 as i32;
-                    out.copies[2 * step.num_copies + 1] = dst.0 as i32;
-                    step.num_copies += 1;
+            if let Some((src, dst)) = make_tail_writable(seq, &mut self.pool, plan.tail) {
+                out.copies[2 * step.num_copies] = src.0 as i32;
+                out.copies[2 * step.num_copies + 1] = dst.0 as i32;
+                step.num_copies += 1;
+                if plan.tail == Tail::CopyPublished {
+                    // Cached now, behind all that was available: this step takes no more than that.
+                    self.pool.release(src);
                 }
             }
-            seq.blocks
-                .extend((0..plan.num_new_blocks).map_while(|_| self.pool.take()));
-            seq.in_flight.push_back(InFlight {
-                num_new,
-                reserved_before: seq.num_reserved,
-            });
+            seq.blocks.extend((0..plan.num_new_blocks).map_while(|_| self.pool.take()));
+            seq.in_flight.push_back(InFlight { num_new, reserved_before: seq.num_reserved });
             seq.num_scheduled += num_new;
-            seq.num_reserved = seq
-                .num_reserved
-                .max(seq.num_scheduled + request.lookahead.at(row));
+            seq.num_reserved = seq.num_reserved.max(seq.num_scheduled + request.lookahead.at(row));
             self.num_logical += plan.num_new_blocks;
             step.max_blocks = step.max_blocks.max(seq.blocks.len());
             out.write_table(row, key, seq, padding);
@@ -151,32 +154,15 @@ impl Manager {
         request.lookahead.check("lookahead", rows)?;
         let fits = |argument, got: usize, most: usize, of| match got <= most {
             true => Ok(()),
-            false => Err(Error::Value {
-                argument,
-                got: got as i64,
-                expected: format!("at most {most} ({of})"),
-            }),
+            false => {
+                Err(Error::Value { argument, got: got as i64, expected: format!("at most {most} ({of})") })
+            }
         };
         fits("handles", rows, out.seq_lens.len(), "sequences of the step")?;
-        fits(
-            "pad_seqs",
-            request.pad_seqs,
-            out.seq_lens.len(),
-            "sequences of the step",
-        )?;
-        fits(
-            "pad_tokens",
-            request.pad_tokens,
-            out.slot_mapping.len(),
-            "tokens of the step",
-        )?;
+        fits("pad_seqs", request.pad_seqs, out.seq_lens.len(), "sequences of the step")?;
+        fits("pad_tokens", request.pad_tokens, out.slot_mapping.len(), "tokens of the step")?;
         let num_tokens: usize = (0..rows).map(|row| request.num_new.at(row)).sum();
-        fits(
-            "sum of num_new",
-            num_tokens,
-            out.slot_mapping.len(),
-            "tokens of the step",
-        )?;
+        fits("sum of num_new", num_tokens, out.slot_mapping.len(), "tokens of the step")?;
         for (row, handle) in request.handles.iter().enumerate() {
             let seq = &self.seqs[handle.key()];
             let end = seq.num_scheduled + request.num_new.at(row) + request.lookahead.at(row);
@@ -184,19 +170,14 @@ impl Manager {
             // Beyond the capacity the answer is Never, not an error.
             if blocks.min(self.capacity()) > out.max_blocks || end > i32::MAX as usize {
                 let expected = format!("at most the {} columns of block_tables", out.max_blocks);
-                return Err(Error::Row {
-                    argument: "blocks of handles",
-                    row,
-                    got: blocks as i64,
-                    expected,
-                });
+                return Err(Error::Row { argument: "blocks of handles", row, got: blocks as i64, expected });
             }
         }
         Ok(())
     }
 
     /// Leave each row's needs in `self.plan`; returns how many rows fit and why the next does not. Owners that will
-    /// copy have already left their shared block, for the rows that fit.
+    /// copy a shared block have already left it, for the rows that fit.
     fn plan_step(&mut self, request: &StepRequest) -> (usize, Option<Refusal>) {
         let capacity_blocks = self.capacity();
         let available = self.pool.num_available() as usize;
@@ -207,65 +188,56 @@ impl Manager {
         for (row, handle) in request.handles.iter().enumerate() {
             let seq = &self.seqs[handle.key()];
             let num_new = request.num_new.at(row);
-            let end = seq.num_scheduled + num_new + request.lookahead.at(row);
-            let need_blocks = end.div_ceil(block_size);
-            let tail = seq.partial_tail(block_size);
-            let shared = tail.filter(|&block| num_new > 0 && self.pool.refs(block) > 1);
-            let plan = RowPlan {
-                num_new_blocks: need_blocks.saturating_sub(seq.blocks.len()),
-                copy: shared.is_some(),
+            let need_blocks = (seq.num_scheduled + num_new + request.lookahead.at(row)).div_ceil(block_size);
+            let num_new_blocks = need_blocks.saturating_sub(seq.blocks.len());
+            let written = seq.partial_tail(block_size).filter(|_| num_new > 0);
+            let tail = match written {
+                Some(block) if self.pool.refs(block) > 1 => Tail::CopyShared,
+                Some(block) if self.pool.is_published(block) => Tail::Withdraw,
+                _ => Tail::Writable,
             };
-            need += plan.num_new_blocks + usize::from(plan.copy);
             if need_blocks > capacity_blocks {
-                refusal = Some(Refusal::Never {
-                    need_blocks,
-                    capacity_blocks,
-                });
+                refusal = Some(Refusal::Never { need_blocks, capacity_blocks });
                 break;
             }
-            if need > available {
-                refusal = Some(Refusal::Later {
-                    num_blocks: need - available,
-                });
+            let with_row = need + num_new_blocks + usize::from(tail == Tail::CopyShared);
+            if with_row > available {
+                refusal = Some(Refusal::Later { num_blocks: with_row - available });
                 if request.policy == Policy::Fit {
                     break;
                 }
             }
-            if let Some(block) = shared {
+            need = with_row;
+            if let (Tail::CopyShared, Some(block)) = (tail, written) {
                 self.pool.release(block);
             }
-            self.plan.push(plan);
+            self.plan.push(RowPlan { num_new_blocks, tail });
         }
         if refusal.is_some() && request.policy == Policy::All {
-            for (handle, _) in request
-                .handles
-                .iter()
-                .zip(&self.plan)
-                .filter(|(_, plan)| plan.copy)
-            {
+            let planned = request.handles.iter().zip(&self.plan);
+            for (handle, _) in planned.filter(|(_, plan)| plan.tail == Tail::CopyShared) {
                 let tail = self.seqs[handle.key()].partial_tail(block_size);
                 tail.into_iter().for_each(|block| self.pool.restore(block));
             }
+        } else {
+            let published = self.plan.iter_mut().filter(|plan| plan.tail == Tail::Withdraw);
+            published.take(available - need).for_each(|plan| plan.tail = Tail::CopyPublished);
         }
         (self.plan.len(), refusal)
     }
 }
 
-/// Let `seq` write into its partly filled tail block: copy it if others share it, else see that it is not findable.
-/// Returns the copy to make. The plan has already released the shared block.
-fn make_tail_writable(seq: &mut Sequence, pool: &mut Pool, copy: bool) -> Option<(BlockId, BlockId)> {
+/// Let `seq` write into its partly filled tail block; returns the copy to make.
+fn make_tail_writable(seq: &mut Sequence, pool: &mut Pool, tail: Tail) -> Option<(BlockId, BlockId)> {
+    if tail == Tail::Writable {
+        return None;
+    }
     let block = seq.partial_tail(pool.block_size)?;
     let col = seq.num_scheduled / pool.block_size;
-    let fill = seq
-        .num_computed
-        .saturating_sub(col * pool.block_size)
-        .min(pool.block_size);
-    if !copy {
-        // A truncation ended inside a published block that nobody else uses: no reader can exist, so no copy is needed.
-        if pool.is_published(block) {
-            pool.withdraw(block);
-            pool.lower_fill(block, fill);
-        }
+    let fill = seq.num_computed.saturating_sub(col * pool.block_size).min(pool.block_size);
+    if tail == Tail::Withdraw {
+        pool.withdraw(block);
+        pool.lower_fill(block, fill);
         return None;
     }
     let dst = pool.take()?;
@@ -280,11 +252,7 @@ impl StepArrays<'_> {
     /// Bring a row up to date: all of it, or the columns added since the row last held this sequence.
     fn write_table(&mut self, row: usize, key: SeqKey, seq: &Sequence, padding: i32) {
         let state = self.rows[row];
-        let known = if state.key == key && state.epoch == seq.epoch {
-            state.num_cols
-        } else {
-            0
-        };
+        let known = if state.key == key && state.epoch == seq.epoch { state.num_cols } else { 0 };
         let table = &mut self.block_tables[row * self.max_blocks..][..self.max_blocks];
         for (to, block) in table[known..].iter_mut().zip(&seq.blocks[known..]) {
             *to = block.0 as i32;
@@ -292,11 +260,7 @@ impl StepArrays<'_> {
         if let Some(stale) = table.get_mut(seq.blocks.len()..state.num_cols) {
             stale.fill(padding);
         }
-        self.rows[row] = RowState {
-            key,
-            epoch: seq.epoch,
-            num_cols: seq.blocks.len(),
-        };
+        self.rows[row] = RowState { key, epoch: seq.epoch, num_cols: seq.blocks.len() };
     }
 
     fn write_slots(&mut self, at: usize, seq: &Sequence, start: usize, block_size: usize) {

@@ -79,9 +79,7 @@ impl Sequence {
     /// The block that the next scheduled token shares with earlier ones; None if it opens a block.
     pub fn partial_tail(&self, block_size: usize) -> Option<BlockId> {
         let col = self.num_scheduled / block_size;
-        (!self.num_scheduled.is_multiple_of(block_size))
-            .then(|| self.blocks.get(col).copied())
-            .flatten()
+        (!self.num_scheduled.is_multiple_of(block_size)).then(|| self.blocks.get(col).copied()).flatten()
     }
 
     pub fn cursors(&self) -> Cursors {

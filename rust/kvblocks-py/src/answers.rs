@@ -32,9 +32,7 @@ impl PyPrompt {
     }
 
     fn __repr__(&self) -> String {
-        let handle = self
-            .handle()
-            .map_or("None".to_owned(), |handle| handle.to_string());
+        let handle = self.handle().map_or("None".to_owned(), |handle| handle.to_string());
         format!("Prompt(num_tokens={}, handle={handle})", self.0.len())
     }
 }
@@ -205,13 +203,14 @@ impl PyScheduled {
     }
 
     fn __repr__(&self) -> String {
-        let Scheduled {
-            num_seqs,
-            num_tokens,
-            num_copies,
-            max_blocks,
-            refusal,
-        } = self.0;
+        let Scheduled { num_seqs, num_tokens, num_copies, max_blocks, .. } = self.0;
+        let refusal = match self.0.refusal {
+            None => "None".to_owned(),
+            Some(Refusal::Later { num_blocks }) => PyLater(Later { num_blocks }).__repr__(),
+            Some(Refusal::Never { need_blocks, capacity_blocks }) => {
+                PyNever(Never { need_blocks, capacity_blocks }).__repr__()
+            }
+        };
         format!(
             "Scheduled(num_seqs={num_seqs}, num_tokens={num_tokens}, num_copies={num_copies}, \
              max_blocks={max_blocks}, refusal={refusal})"
@@ -223,17 +222,9 @@ impl PyScheduled {
 fn refusal(py: Python<'_>, refusal: Refusal) -> PyResult<Py<PyAny>> {
     Ok(match refusal {
         Refusal::Later { num_blocks } => Py::new(py, PyLater(Later { num_blocks }))?.into_any(),
-        Refusal::Never {
-            need_blocks,
-            capacity_blocks,
-        } => Py::new(
-            py,
-            PyNever(Never {
-                need_blocks,
-                capacity_blocks,
-            }),
-        )?
-        .into_any(),
+        Refusal::Never { need_blocks, capacity_blocks } => {
+            Py::new(py, PyNever(Never { need_blocks, capacity_blocks }))?.into_any()
+        }
     })
 }
 
@@ -248,16 +239,8 @@ pub fn admission(py: Python<'_>, answer: Result<Admission, Refusal>) -> PyResult
 /// Python's answer to `allocate`.
 pub fn allocation(py: Python<'_>, answer: Result<Allocation, Refusal>) -> PyResult<Py<PyAny>> {
     match answer {
-        Ok(Allocation {
-            handle,
-            num_cached_tokens,
-            num_new_tokens,
-        }) => {
-            let allocated = Allocated {
-                handle: handle.0,
-                num_cached_tokens,
-                num_new_tokens,
-            };
+        Ok(Allocation { handle, num_cached_tokens, num_new_tokens }) => {
+            let allocated = Allocated { handle: handle.0, num_cached_tokens, num_new_tokens };
             Ok(Py::new(py, PyAllocated(allocated))?.into_any())
         }
         Err(refused) => refusal(py, refused),

@@ -38,10 +38,7 @@ pub fn handles(object: &Bound<'_, PyAny>) -> PyResult<Vec<SeqHandle>> {
     if let Ok(Int(one)) = object.extract() {
         return Ok(vec![SeqHandle(one)]);
     }
-    Ok(integers::<i64>("handles", "int64", object)?
-        .into_iter()
-        .map(SeqHandle)
-        .collect())
+    Ok(integers::<i64>("handles", "int64", object)?.into_iter().map(SeqHandle).collect())
 }
 
 /// Counts of a batch: int32 array [n], a sequence of ints, or one int for all rows.
@@ -80,10 +77,9 @@ pub fn tokens(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
 fn checked_ids<T: Copy + TryInto<u32> + std::fmt::Display>(ids: &[T]) -> PyResult<Vec<u32>> {
     let wrong = ids.iter().position(|&id| id.try_into().is_err());
     match wrong {
-        Some(at) => Err(PyValueError::new_err(format!(
-            "tokens[{at}] is {}, expected an id in 0..2**32",
-            ids[at]
-        ))),
+        Some(at) => {
+            Err(PyValueError::new_err(format!("tokens[{at}] is {}, expected an id in 0..2**32", ids[at])))
+        }
         None => Ok(ids.iter().filter_map(|&id| id.try_into().ok()).collect()),
     }
 }
@@ -105,19 +101,13 @@ fn integers<T: Element + Copy + TryFrom<i64>>(
         )));
     }
     let wrong_type = |_| {
-        let found = object
-            .get_type()
-            .name()
-            .map(|name| name.to_string())
-            .unwrap_or_default();
+        let found = object.get_type().name().map(|name| name.to_string()).unwrap_or_default();
         PyTypeError::new_err(format!(
             "{argument} is a {found}, expected a {dtype} array or a sequence of ints"
         ))
     };
     let items = object.try_iter().map_err(wrong_type)?;
-    items
-        .map(|item| narrow(argument, item?.extract::<Int>().map_err(wrong_type)?.0))
-        .collect()
+    items.map(|item| narrow(argument, item?.extract::<Int>().map_err(wrong_type)?.0)).collect()
 }
 
 fn copied<T: Element + Copy>(array: &Bound<'_, PyArray1<T>>) -> PyResult<Vec<T>> {

@@ -44,10 +44,7 @@ impl PyBlockManager {
     pub fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Manager>> {
         self.check_process()?;
         // The core checks before it changes, so a panic there (a bug) leaves a state that is still worth reporting on.
-        Ok(self
-            .manager
-            .lock_py_attached(py)
-            .unwrap_or_else(PoisonError::into_inner))
+        Ok(self.manager.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -129,10 +126,7 @@ impl PyBlockManager {
     #[pyo3(signature = (prompt, reserve=None))]
     fn can_allocate(&self, py: Python<'_>, prompt: &PyPrompt, reserve: Option<Int>) -> PyResult<Py<PyAny>> {
         let reserve = reserve_size(reserve)?;
-        let answer = self
-            .lock(py)?
-            .can_allocate(&prompt.0, reserve)
-            .map_err(to_python)?;
+        let answer = self.lock(py)?.can_allocate(&prompt.0, reserve).map_err(to_python)?;
         answers::admission(py, answer)
     }
 
@@ -145,10 +139,7 @@ impl PyBlockManager {
         use_cache: bool,
     ) -> PyResult<Py<PyAny>> {
         let reserve = reserve_size(reserve)?;
-        let answer = self
-            .lock(py)?
-            .allocate(&prompt.0, reserve, use_cache)
-            .map_err(to_python)?;
+        let answer = self.lock(py)?.allocate(&prompt.0, reserve, use_cache).map_err(to_python)?;
         answers::allocation(py, answer)
     }
 
@@ -163,9 +154,7 @@ impl PyBlockManager {
         let handles = arrays::handles(handles)?;
         let counts = CountArgument::new("counts", counts)?;
         let ids = tokens.map(arrays::tokens).transpose()?.unwrap_or_default();
-        self.lock(py)?
-            .commit(&handles, counts.get(), &ids)
-            .map_err(to_python)
+        self.lock(py)?.commit(&handles, counts.get(), &ids).map_err(to_python)
     }
 
     #[pyo3(signature = (handles, num_children=None))]
@@ -181,9 +170,7 @@ impl PyBlockManager {
             None => CountArgument::All(1),
         };
         let mut children = Vec::new();
-        self.lock(py)?
-            .fork(&handles, counts.get(), &mut children)
-            .map_err(to_python)?;
+        self.lock(py)?.fork(&handles, counts.get(), &mut children).map_err(to_python)?;
         Ok(PyArray1::from_iter(py, children.iter().map(|child| child.0)))
     }
 
@@ -206,9 +193,7 @@ impl PyBlockManager {
         };
         let handles = arrays::handles(handles)?;
         let lengths = CountArgument::new("lengths", lengths)?;
-        self.lock(py)?
-            .truncate(&handles, lengths.get(), spare)
-            .map_err(to_python)
+        self.lock(py)?.truncate(&handles, lengths.get(), spare).map_err(to_python)
     }
 
     fn preempt(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<Vec<PyPrompt>> {
@@ -224,18 +209,11 @@ impl PyBlockManager {
     }
 
     fn sequence(&self, py: Python<'_>, handle: Int) -> PyResult<PySequence> {
-        self.lock(py)?
-            .cursors(SeqHandle(handle.0))
-            .map(PySequence)
-            .map_err(to_python)
+        self.lock(py)?.cursors(SeqHandle(handle.0)).map(PySequence).map_err(to_python)
     }
 
     fn block_table<'py>(&self, py: Python<'py>, handle: Int) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let blocks = self
-            .lock(py)?
-            .block_table(SeqHandle(handle.0))
-            .map_err(to_python)?
-            .to_vec();
+        let blocks = self.lock(py)?.block_table(SeqHandle(handle.0)).map_err(to_python)?.to_vec();
         Ok(PyArray1::from_iter(py, blocks.iter().map(|block| block.0 as i32)))
     }
 
@@ -259,12 +237,7 @@ impl PyBlockManager {
 
     fn check_integrity(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         self.check_process()?;
-        let check = || {
-            self.manager
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .check_integrity()
-        };
+        let check = || self.manager.lock().unwrap_or_else(PoisonError::into_inner).check_integrity();
         Ok(py.detach(check))
     }
 }

@@ -39,17 +39,13 @@ fn writable<'py, T: Element, D: numpy::ndarray::Dimension>(
     if !array.is_c_contiguous() {
         return Err(error("is not C-contiguous"));
     }
-    array
-        .try_readwrite()
-        .map_err(|_| error("is read-only, or shares memory with another array of the step"))
+    array.try_readwrite().map_err(|_| error("is read-only, or shares memory with another array of the step"))
 }
 
 fn expect(name: &str, axis: &str, got: usize, expected: usize) -> PyResult<()> {
     match got == expected {
         true => Ok(()),
-        false => Err(PyValueError::new_err(format!(
-            "{name} has {got} {axis}, expected {expected}"
-        ))),
+        false => Err(PyValueError::new_err(format!("{name} has {got} {axis}, expected {expected}"))),
     }
 }
 
@@ -131,10 +127,7 @@ impl PyStepBuffers {
             pad_seqs: pad_seqs.size("pad_seqs")?,
             pad_tokens: pad_tokens.size("pad_tokens")?,
         };
-        let mut rows = self
-            .rows
-            .lock_py_attached(py)
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut rows = self.rows.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
         let mut block_tables = writable("block_tables", self.block_tables.bind(py))?;
         let mut slot_mapping = writable("slot_mapping", self.slot_mapping.bind(py))?;
         let mut positions = writable("positions", self.positions.bind(py))?;
@@ -151,12 +144,7 @@ impl PyStepBuffers {
             copies: copies.as_slice_mut()?,
             rows: &mut rows,
         };
-        let scheduled = self
-            .manager
-            .get()
-            .lock(py)?
-            .schedule(&request, &mut out)
-            .map_err(to_python)?;
+        let scheduled = self.manager.get().lock(py)?.schedule(&request, &mut out).map_err(to_python)?;
         Ok(PyScheduled(scheduled))
     }
 }

@@ -1,0 +1,542 @@
+//! Random walks over all verbs, the manager against the naive model. After every call: the same answer, the same
+//! counters, a clean integrity check, and *content*: a simulated storage receives each step's copies and writes, where
+//! the K/V of a token stands for its whole prefix, and every sequence must read its own history back.
+
+mod naive;
+
+use std::collections::HashMap;
+
+use kvblocks_core::{
+    BlockHasher, Config, Counts, Manager, Policy, Prompt, RowState, SeqHandle, Spare, StepArrays, StepRequest,
+};
+use naive::{Naive, Name};
+use proptest::prelude::*;
+use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
+
+const MAX_SEQS: usize = 8;
+const MAX_TOKENS: usize = 64;
+const MAX_BLOCKS: usize = 40;
+
+#[derive(Clone, Debug)]
+enum Call {
+    Allocate {
+        tokens: Vec<u32>,
+        reserve: Option<usize>,
+        use_cache: bool,
+    },
+    /// (sequence, tokens, look-ahead, ids of unknown tokens) a row.
+    Schedule {
+        rows: Vec<(usize, usize, usize, Vec<u32>)>,
+        fit: bool,
+    },
+    Commit {
+        rows: Vec<(usize, usize)>,
+    },
+    /// Schedule and commit the rest of the known tokens and `extra` more.
+    Advance {
+        seq: usize,
+        extra: usize,
+        ids: Vec<u32>,
+    },
+    Fork {
+        seqs: Vec<usize>,
+        num_children: usize,
+    },
+    Truncate {
+        seq: usize,
+        length: usize,
+        keep: bool,
+    },
+    Preempt {
+        seqs: Vec<usize>,
+    },
+    Resume {
+        seq: usize,
+        reserve: Option<usize>,
+    },
+    Free {
+        seqs: Vec<usize>,
+    },
+    Stale {
+        verb: usize,
+    },
+    ResetCache,
+}
+
+/// The model, and the call that it is about to make on the manager.
+#[derive(Clone, Debug)]
+struct Reference {
+    naive: Naive,
+    degenerate_hash: bool,
+    null_block: bool,
+}
+
+impl Reference {
+    /// Distinct live sequences named by arbitrary numbers.
+    fn pick(&self, picks: impl IntoIterator<Item = usize>) -> Vec<Name> {
+        let names: Vec<Name> = self.naive.seqs.keys().copied().collect();
+        let mut picked = Vec::new();
+        for pick in picks {
+            if let Some(&name) = names.get(pick % names.len().max(1)) {
+                if !picked.contains(&name) {
+                    picked.push(name);
+                }
+            }
+        }
+        picked
+    }
+}
+
+fn tokens() -> impl Strategy<Value = Vec<u32>> {
+    // Few stems and a binary alphabet, so that prefixes are shared, diverge and collide.
+    (0..3u32, 0..16usize, prop::collection::vec(0..2u32, 0..6))
+        .prop_map(|(stem, len, tail)| (0..len as u32).map(|i| i * stem % 5).chain(tail).collect())
+}
+
+impl ReferenceStateMachine for Reference {
+    type State = Reference;
+    type Transition = Call;
+
+    fn init_state() -> BoxedStrategy<Reference> {
+        (2..16usize, 1..5usize, 0..3usize, any::<bool>(), any::<bool>(), prop::bool::weighted(0.8))
+            .prop_map(|(capacity, block_size, watermark, degenerate_hash, null_block, caching)| Reference {
+                naive: Naive::new(capacity, block_size, watermark.min(capacity), caching),
+                degenerate_hash,
+                null_block,
+            })
+            .boxed()
+    }
+
+    fn transitions(_: &Reference) -> BoxedStrategy<Call> {
+        let seqs = || prop::collection::vec(any::<usize>(), 1..4);
+        let reserve = || prop::option::of(0..24usize);
+        let ids = || prop::collection::vec(0..2u32, 1..4);
+        prop_oneof![
+            4 => (tokens(), reserve(), prop::bool::weighted(0.9))
+                .prop_map(|(tokens, reserve, use_cache)| Call::Allocate { tokens, reserve, use_cache }),
+            8 => (prop::collection::vec((any::<usize>(), 0..9usize, 0..3usize, ids()), 1..5), any::<bool>())
+                .prop_map(|(rows, fit)| Call::Schedule { rows, fit }),
+            8 => prop::collection::vec((any::<usize>(), 0..10usize), 1..4).prop_map(|rows| Call::Commit { rows }),
+            8 => (any::<usize>(), 0..6usize, ids()).prop_map(|(seq, extra, ids)| Call::Advance { seq, extra, ids }),
+            2 => (seqs(), 0..3usize).prop_map(|(seqs, num_children)| Call::Fork { seqs, num_children }),
+            4 => (any::<usize>(), 0..24usize, any::<bool>())
+                .prop_map(|(seq, length, keep)| Call::Truncate { seq, length, keep }),
+            1 => seqs().prop_map(|seqs| Call::Preempt { seqs }),
+            2 => (any::<usize>(), reserve()).prop_map(|(seq, reserve)| Call::Resume { seq, reserve }),
+            4 => seqs().prop_map(|seqs| Call::Free { seqs }),
+            1 => (0..7usize).prop_map(|verb| Call::Stale { verb }),
+            1 => Just(Call::ResetCache),
+        ]
+        .boxed()
+    }
+
+    fn apply(state: Reference, _: &Call) -> Reference {
+        // The model moves together with the manager, in `apply` of the test below, where answers are compared.
+        state
+    }
+}
+
+struct Test {
+    reference: Reference,
+    manager: Manager,
+    handles: HashMap<Name, SeqHandle>,
+    /// Prompts handed out by preemptions.
+    histories: HashMap<Name, Prompt>,
+    /// slot -> the token prefix whose last K/V stands there.
+    storage: HashMap<i64, Vec<u32>>,
+    step: Buffers,
+    freed: Vec<SeqHandle>,
+}
+
+struct Buffers {
+    block_tables: Vec<i32>,
+    slot_mapping: Vec<i64>,
+    positions: Vec<i32>,
+    seq_lens: Vec<i32>,
+    query_start_loc: Vec<i32>,
+    copies: Vec<i32>,
+    rows: Vec<RowState>,
+}
+
+impl Buffers {
+    fn new(padding: i32) -> Self {
+        Self {
+            block_tables: vec![padding; MAX_SEQS * MAX_BLOCKS],
+            slot_mapping: vec![-1; MAX_TOKENS],
+            positions: vec![0; MAX_TOKENS],
+            seq_lens: vec![0; MAX_SEQS],
+            query_start_loc: vec![0; MAX_SEQS + 1],
+            copies: vec![0; 2 * MAX_SEQS],
+            rows: vec![RowState::default(); MAX_SEQS],
+        }
+    }
+
+    fn arrays(&mut self) -> StepArrays<'_> {
+        StepArrays {
+            block_tables: &mut self.block_tables,
+            max_blocks: MAX_BLOCKS,
+            slot_mapping: &mut self.slot_mapping,
+            positions: &mut self.positions,
+            seq_lens: &mut self.seq_lens,
+            query_start_loc: &mut self.query_start_loc,
+            copies: &mut self.copies,
+            rows: &mut self.rows,
+        }
+    }
+}
+
+impl Test {
+    fn naive(&mut self) -> &mut Naive {
+        &mut self.reference.naive
+    }
+
+    fn handle(&self, name: Name) -> SeqHandle {
+        self.handles[&name]
+    }
+
+    fn slot(&self, handle: SeqHandle, position: usize) -> i64 {
+        let block_size = self.manager.block_size();
+        let table = self.manager.block_table(handle).unwrap();
+        (table[position / block_size].index() * block_size + position % block_size) as i64
+    }
+
+    fn allocate(&mut self, prompt: &Prompt, reserve: Option<usize>, use_cache: bool, resumes: Option<Name>) {
+        let tokens = prompt.ids().to_vec();
+        let reserve_tokens = reserve.unwrap_or(tokens.len());
+        let hits = self.naive().hits(&tokens).len() * self.manager.block_size();
+        assert_eq!(self.manager.match_prefix(prompt).unwrap(), hits);
+        let expected = self.naive().can_allocate(&tokens, reserve_tokens, true);
+        let could = self.manager.can_allocate(prompt, reserve).unwrap();
+        assert_eq!(could.map(|ok| (ok.num_cached_tokens, ok.num_new_blocks)), expected);
+        let expected = self.naive().allocate(&tokens, reserve_tokens, use_cache, resumes);
+        let answer = self.manager.allocate(prompt, reserve, use_cache).unwrap();
+        assert_eq!(answer.map(|got| got.num_cached_tokens), expected.map(|(_, cached)| cached));
+        if let (Ok(answer), Ok((name, cached))) = (answer, expected) {
+            assert_eq!(answer.num_new_tokens, tokens.len() - cached);
+            let before = self.handles.insert(name, answer.handle);
+            assert!(resumes.is_none() || before == Some(answer.handle));
+            self.histories.remove(&name);
+        }
+    }
+
+    fn schedule(&mut self, rows: &[(usize, usize, usize, Vec<u32>)], fit: bool) {
+        let mut batch: Vec<(Name, usize, usize, Vec<u32>)> = Vec::new();
+        for (pick, num_new, lookahead, ids) in rows {
+            for name in self.reference.pick([*pick]) {
+                if !self.naive().seqs[&name].preempted && batch.iter().all(|row| row.0 != name) {
+                    batch.push((name, *num_new, *lookahead, ids.clone()));
+                }
+            }
+        }
+        self.schedule_batch(batch, fit);
+    }
+
+    fn schedule_batch(&mut self, batch: Vec<(Name, usize, usize, Vec<u32>)>, fit: bool) {
+        let handles: Vec<_> = batch.iter().map(|row| self.handle(row.0)).collect();
+        let num_new: Vec<_> = batch.iter().map(|row| row.1 as i32).collect();
+        let lookahead: Vec<_> = batch.iter().map(|row| row.2 as i32).collect();
+        let request = StepRequest {
+            handles: &handles,
+            num_new: Counts::Each(&num_new),
+            lookahead: Counts::Each(&lookahead),
+            policy: if fit { Policy::Fit } else { Policy::All },
+            pad_seqs: MAX_SEQS,
+            pad_tokens: MAX_TOKENS,
+        };
+        let starts: Vec<_> = batch.iter().map(|row| self.reference.naive.seqs[&row.0].scheduled).collect();
+        let (expected_rows, expected_refusal) = self.naive().schedule(&batch, fit);
+        let step = self.manager.schedule(&request, &mut self.step.arrays()).unwrap();
+        assert_eq!((step.num_seqs, step.refusal), (expected_rows, expected_refusal));
+        if step.refusal.is_some() && !fit {
+            return;
+        }
+        self.run_step(&handles[..step.num_seqs], &batch, &starts, step.num_tokens, step.num_copies);
+    }
+
+    /// Check the index arrays, then do with them what an engine would.
+    fn run_step(
+        &mut self,
+        handles: &[SeqHandle],
+        batch: &[(Name, usize, usize, Vec<u32>)],
+        starts: &[usize],
+        num_tokens: usize,
+        num_copies: usize,
+    ) {
+        let pairs: Vec<(i32, i32)> =
+            self.step.copies[..2 * num_copies].chunks(2).map(|pair| (pair[0], pair[1])).collect();
+        for (i, &(src, dst)) in pairs.iter().enumerate() {
+            assert!(pairs.iter().all(|&(other, _)| other != dst), "{dst} is source and destination");
+            assert!(pairs[..i].iter().all(|&(_, other)| other != dst), "{dst} is written twice");
+            for offset in 0..self.manager.block_size() as i64 {
+                let slot = |block: i32| i64::from(block) * self.manager.block_size() as i64 + offset;
+                match self.storage.get(&slot(src)).cloned() {
+                    Some(content) => self.storage.insert(slot(dst), content),
+                    None => self.storage.remove(&slot(dst)),
+                };
+            }
+        }
+        let mut at = 0;
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = self.reference.naive.seqs[&batch[row].0].clone();
+            let table: Vec<i32> =
+                self.manager.block_table(handle).unwrap().iter().map(|block| block.0 as i32).collect();
+            let written = &self.step.block_tables[row * MAX_BLOCKS..][..MAX_BLOCKS];
+            assert_eq!(&written[..table.len()], &table[..]);
+            assert!(written[table.len()..].iter().all(|&block| block == self.manager.padding()));
+            assert!(!self.reference.null_block || !table.contains(&0), "the null block was handed out");
+            assert_eq!(self.step.seq_lens[row] as usize, seq.scheduled);
+            assert_eq!(self.step.query_start_loc[row] as usize, at);
+            for position in starts[row]..seq.scheduled {
+                assert_eq!(self.step.positions[at] as usize, position);
+                assert_eq!(self.step.slot_mapping[at], self.slot(handle, position));
+                self.storage.insert(self.step.slot_mapping[at], seq.tokens[..=position].to_vec());
+                at += 1;
+            }
+        }
+        assert_eq!(at, num_tokens);
+        assert!(self.step.query_start_loc[handles.len()..].iter().all(|&start| start as usize == at));
+        assert!(self.step.seq_lens[handles.len()..].iter().all(|&len| len == 0));
+        assert!(self.step.slot_mapping[at..].iter().all(|&slot| slot == -1));
+        let padding = &self.step.block_tables[handles.len() * MAX_BLOCKS..];
+        assert!(padding.iter().all(|&block| block == self.manager.padding()));
+    }
+
+    fn commit(&mut self, rows: &[(usize, usize)]) {
+        let mut batch: Vec<(Name, usize)> = Vec::new();
+        for &(pick, count) in rows {
+            for name in self.reference.pick([pick]) {
+                if batch.iter().all(|row| row.0 != name) {
+                    // Mostly the whole step, since a wrong count in one row refuses the batch.
+                    let step = self.naive().seqs[&name].in_flight.first().map_or(0, |step| step.0);
+                    batch.push((name, if count > 6 { count } else { step.saturating_sub(count / 3) }));
+                }
+            }
+        }
+        self.commit_batch(batch);
+    }
+
+    fn commit_batch(&mut self, batch: Vec<(Name, usize)>) {
+        let handles: Vec<_> = batch.iter().map(|row| self.handle(row.0)).collect();
+        let counts: Vec<_> = batch.iter().map(|row| row.1 as i32).collect();
+        if batch.iter().any(|&(name, count)| self.reference.naive.commit_error(name, count)) {
+            self.manager.commit(&handles, Counts::Each(&counts), &[]).unwrap_err();
+            return;
+        }
+        let ids: Vec<u32> =
+            batch.iter().flat_map(|&(name, count)| self.reference.naive.unknown_ids(name, count)).collect();
+        let superfluous: Vec<u32> = ids.iter().copied().chain([0]).collect();
+        self.manager.commit(&handles, Counts::Each(&counts), &superfluous).unwrap_err();
+        for &(name, count) in &batch {
+            self.naive().commit(name, count);
+        }
+        self.manager.commit(&handles, Counts::Each(&counts), &ids).unwrap();
+    }
+
+    fn advance(&mut self, name: Name, extra: usize, ids: Vec<u32>) {
+        let seq = &self.naive().seqs[&name];
+        if !seq.preempted && seq.in_flight.is_empty() {
+            let num_new = seq.known() - seq.scheduled + extra;
+            self.schedule_batch(vec![(name, num_new, 0, ids)], false);
+            if !self.naive().seqs[&name].in_flight.is_empty() {
+                self.commit_batch(vec![(name, num_new)]);
+            }
+        }
+    }
+
+    fn fork(&mut self, names: &[Name], num_children: usize) {
+        let handles: Vec<_> = names.iter().map(|&name| self.handle(name)).collect();
+        let mut children = Vec::new();
+        let counts = Counts::All(num_children as i32);
+        if names.iter().any(|name| self.reference.naive.seqs[name].preempted) {
+            self.manager.fork(&handles, counts, &mut children).unwrap_err();
+            assert!(children.is_empty());
+            return;
+        }
+        self.manager.fork(&handles, counts, &mut children).unwrap();
+        assert_eq!(children.len(), names.len() * num_children);
+        for (i, child) in children.into_iter().enumerate() {
+            let name = self.naive().fork(names[i / num_children]);
+            self.handles.insert(name, child);
+        }
+    }
+
+    fn stale(&mut self, verb: usize) {
+        let Some(&handle) = self.freed.last() else { return };
+        let (manager, one) = (&mut self.manager, [handle]);
+        let error = match verb {
+            0 => manager.commit(&one, Counts::All(0), &[]).unwrap_err(),
+            1 => manager.fork(&one, Counts::All(1), &mut Vec::new()).unwrap_err(),
+            2 => manager.truncate(&one, Counts::All(0), Spare::Free).unwrap_err(),
+            3 => manager.preempt(&one).map(|_| ()).unwrap_err(),
+            4 => manager.free(&one, false).unwrap_err(),
+            5 => manager.cursors(handle).unwrap_err(),
+            _ => {
+                assert_eq!(manager.free(&one, true), Ok(0));
+                return;
+            }
+        };
+        assert_eq!(error, kvblocks_core::Error::StaleHandle(handle));
+    }
+
+    fn check(&self) {
+        assert_eq!(self.manager.check_integrity(), Vec::<String>::new());
+        let (naive, stats) = (&self.reference.naive, self.manager.stats());
+        let live = naive.live();
+        assert_eq!(
+            (stats.free_blocks, stats.live_blocks, stats.cached_blocks),
+            (naive.free, live, naive.cached.len())
+        );
+        assert_eq!(stats.free_blocks + stats.live_blocks + stats.cached_blocks, naive.capacity);
+        assert_eq!((stats.logical_blocks, stats.num_seqs), (naive.logical(), naive.seqs.len()));
+        assert_eq!(stats.used_slots as usize, naive.used_slots());
+        let tally = naive::Tally {
+            evicted: stats.evicted_blocks,
+            copied: stats.copied_blocks,
+            preemptions: stats.preemptions,
+            queried: stats.queried_tokens,
+            hit: stats.hit_tokens,
+            readmit_queried: stats.readmit_queried_tokens,
+            readmit_hit: stats.readmit_hit_tokens,
+            requests: stats.queried_requests,
+            hit_requests: stats.hit_requests,
+            peak_live: stats.peak_live_blocks,
+        };
+        assert_eq!(tally, naive.tally);
+        for (name, seq) in &naive.seqs {
+            let handle = self.handles[name];
+            let cursors = self.manager.cursors(handle).unwrap();
+            assert_eq!(
+                (cursors.num_tokens, cursors.num_computed, cursors.num_scheduled, cursors.num_reserved),
+                (seq.known(), seq.computed, seq.scheduled, seq.reserved)
+            );
+            assert_eq!(cursors.is_preempted, seq.preempted);
+            assert_eq!(self.manager.tokens(handle).unwrap(), seq.tokens[..seq.known()]);
+            for position in 0..seq.scheduled {
+                let stored = self.storage.get(&self.slot(handle, position));
+                assert_eq!(
+                    stored.map(|prefix| &prefix[..]),
+                    Some(&seq.tokens[..=position]),
+                    "K/V of another"
+                );
+            }
+        }
+    }
+}
+
+impl StateMachineTest for Test {
+    type SystemUnderTest = Test;
+    type Reference = Reference;
+
+    fn init_test(reference: &Reference) -> Test {
+        let naive = &reference.naive;
+        let hasher = match reference.degenerate_hash {
+            true => BlockHasher::degenerate(),
+            false => BlockHasher::new(1),
+        };
+        let manager = Manager::new(Config {
+            num_blocks: naive.capacity + usize::from(reference.null_block),
+            block_size: naive.block_size,
+            hasher: naive.caching.then_some(hasher),
+            watermark_blocks: naive.watermark,
+            null_block: reference.null_block,
+        })
+        .unwrap();
+        Test {
+            step: Buffers::new(manager.padding()),
+            reference: reference.clone(),
+            manager,
+            handles: HashMap::new(),
+            histories: HashMap::new(),
+            storage: HashMap::new(),
+            freed: Vec::new(),
+        }
+    }
+
+    fn apply(mut test: Test, _: &Reference, call: Call) -> Test {
+        match call {
+            Call::Allocate { tokens, reserve, use_cache } => {
+                let prompt = test.manager.preparer().prepare(tokens);
+                test.allocate(&prompt, reserve, use_cache, None);
+            }
+            Call::Schedule { rows, fit } => test.schedule(&rows, fit),
+            Call::Commit { rows } => test.commit(&rows),
+            Call::Advance { seq, extra, ids } => {
+                for name in test.reference.pick([seq]) {
+                    test.advance(name, extra, ids.clone());
+                }
+            }
+            Call::Fork { seqs, num_children } => {
+                let names = test.reference.pick(seqs);
+                test.fork(&names, num_children);
+            }
+            Call::Truncate { seq, length, keep } => {
+                for name in test.reference.pick([seq]) {
+                    let spare = if keep { Spare::Keep } else { Spare::Free };
+                    let handle = test.handle(name);
+                    let answer = test.manager.truncate(&[handle], Counts::All(length as i32), spare);
+                    match test.reference.naive.truncate_error(name, length) {
+                        true => assert!(answer.is_err()),
+                        false => assert_eq!(answer, Ok(test.naive().truncate(name, length, spare))),
+                    }
+                }
+            }
+            Call::Preempt { seqs } => {
+                let names = test.reference.pick(seqs);
+                let handles: Vec<_> = names.iter().map(|&name| test.handle(name)).collect();
+                let prompts = test.manager.preempt(&handles).unwrap();
+                for (name, prompt) in names.into_iter().zip(prompts) {
+                    assert_eq!(prompt.ids(), test.naive().preempt(name));
+                    assert_eq!(prompt.handle(), Some(test.handle(name)));
+                    test.histories.insert(name, prompt);
+                }
+            }
+            Call::Resume { seq, reserve } => {
+                for name in test.reference.pick([seq]) {
+                    if let Some(prompt) = test.histories.get(&name).cloned() {
+                        test.allocate(&prompt, reserve, true, Some(name));
+                        if !test.histories.contains_key(&name) {
+                            test.manager.allocate(&prompt, reserve, true).unwrap_err();
+                        }
+                    }
+                }
+            }
+            Call::Free { seqs } => {
+                let names = test.reference.pick(seqs);
+                let handles: Vec<_> = names.iter().map(|&name| test.handle(name)).collect();
+                let expected = names.iter().map(|&name| test.naive().free(name)).sum();
+                assert_eq!(test.manager.free(&handles, false), Ok(expected));
+                for name in names {
+                    test.freed.extend(test.handles.remove(&name));
+                    if let Some(prompt) = test.histories.remove(&name) {
+                        test.manager.can_allocate(&prompt, None).unwrap_err();
+                    }
+                }
+            }
+            Call::Stale { verb } => test.stale(verb),
+            Call::ResetCache => {
+                let dropped = test.naive().reset_prefix_cache();
+                assert_eq!(test.manager.reset_prefix_cache(), dropped);
+            }
+        }
+        test.check();
+        test
+    }
+
+    fn check_invariants(_: &Test, _: &Reference) {}
+
+    fn teardown(mut test: Test, _: Reference) {
+        let handles: Vec<_> = test.handles.values().copied().collect();
+        test.manager.free(&handles, false).unwrap();
+        let stats = test.manager.stats();
+        assert_eq!((stats.live_blocks, stats.logical_blocks, stats.used_slots), (0, 0, 0));
+        assert_eq!(stats.free_blocks + stats.cached_blocks, test.reference.naive.capacity);
+        assert_eq!(test.manager.check_integrity(), Vec::<String>::new());
+    }
+}
+
+proptest_state_machine::prop_state_machine! {
+    #![proptest_config(ProptestConfig { cases: 2500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn manager_agrees_with_the_naive_model(sequential 1..100 => Test);
+}
