@@ -2,6 +2,8 @@
 //! counters, a clean integrity check, and *content*: a simulated storage receives each step's copies and writes, where
 //! the K/V of a token stands for its whole prefix, and every sequence must read its own history back.
 
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
 mod naive;
 
 use std::collections::HashMap;
