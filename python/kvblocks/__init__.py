@@ -1,7 +1,7 @@
 """kvblocks: the KV-cache memory manager that a serving engine imports instead of writing its own.
 
-`PagedKVCache` puts a block manager and a backend together; `BlockManager` and `Step` serve engines that bring their
-own tensors. Importing the package needs NumPy only; backends are imported when they are asked for.
+`PagedKVCache` puts a block manager and a backend together; `BlockManager` and `Step` serve engines that bring
+their own tensors. Importing the package needs NumPy only; backends are imported when they are asked for.
 """
 
 from kvblocks._core import (

@@ -1,8 +1,8 @@
 """The Rust core seen from Python: the block manager, its step, and what they answer.
 
 Handles are int64 (generation << 32 | index). Wherever a method takes `handles` it accepts an int64 array [n],
-a list of ints or one int; counts and lengths are int32 arrays [n], lists of ints, or one int for all; token ids
-are int32 or int64 arrays or lists. Arrays of another dtype are refused (TypeError), never cast.
+a list of ints or one int; counts and lengths are int32 arrays [n], lists of ints, or one int for all; token
+ids are int32 or int64 arrays or lists. Arrays of another dtype are refused (TypeError), never cast.
 
 Every method may be called from any thread. Every method is all-or-nothing: after an exception or a refusal
 (`Later`, `Never`) nothing has changed.
@@ -190,7 +190,8 @@ class Stats:
 
 @final
 class BlockManager:
-    """Owns the block ids of one paged KV cache: block tables, sharing, prefix cache. It never touches tensors.
+    """Owns the block ids of one paged KV cache: block tables, sharing, prefix cache. It never touches
+    tensors.
 
     num_blocks: blocks of storage, ids 0..num_blocks; block 0 is the null block unless `null_block=False`.
     block_size: tokens per block, any integer >= 1.
@@ -227,20 +228,22 @@ class BlockManager:
     def allocate(
         self, prompt: Prompt, reserve: int | None = None, *, use_cache: bool = True
     ) -> Allocated | Later | Never:
-        """Admit a request: pin its cached prefix, then take blocks for its first `reserve` tokens (default: all).
+        """Admit a request: pin its cached prefix, then take blocks for its first `reserve` tokens (default:
+        all).
 
-        At least one token is always left to compute: a full hit uses floor((n - 1) / block_size) blocks. A prompt
-        handed out by `preempt` continues its own handle. Never is judged on the whole prompt, Later on the
-        reservation. Raises StaleHandleError if the preempted sequence was freed or already resumed. O(blocks).
+        At least one token is always left to compute: a full hit uses floor((n - 1) / block_size) blocks. A
+        prompt handed out by `preempt` continues its own handle. Never is judged on the whole prompt, Later on
+        the reservation. Raises StaleHandleError if the preempted sequence was freed or already resumed.
+        O(blocks).
         """
     def commit(self, handles: _Handles, counts: _Counts, tokens: _Tokens | None = None) -> None:
         """Accept the first `counts[i]` tokens of the oldest uncommitted step of each sequence.
 
-        tokens: ids, flat, in row order, of the accepted tokens that are not known yet (the prompt's are). Blocks
-        filled by them are published in the prefix cache. The rest of the step (rejected drafts) is rolled back
-        and its blocks are returned. Call it once the step that writes is ordered before any later reader.
-        Raises ValueError if a count exceeds the step, if ids are missing or superfluous, or if tokens would be
-        rejected while a later step is in flight. O(accepted tokens).
+        tokens: ids, flat, in row order, of the accepted tokens that are not known yet (the prompt's are).
+        Blocks filled by them are published in the prefix cache. The rest of the step (rejected drafts) is
+        rolled back and its blocks are returned. Call it once the step that writes is ordered before any later
+        reader. Raises ValueError if a count exceeds the step, if ids are missing or superfluous, or if tokens
+        would be rejected while a later step is in flight. O(accepted tokens).
         """
     def fork(self, handles: _Handles, num_children: _Counts = 1) -> NDArray[np.int64]:
         """Snapshot each sequence's computed tokens into children that share its blocks; copies nothing.
@@ -251,13 +254,15 @@ class BlockManager:
     def truncate(
         self, handles: _Handles, lengths: _Counts, *, spare: Literal["free", "keep"] = "free"
     ) -> int:
-        """Cut each sequence to its first `lengths[i]` tokens; returns the blocks that no sequence uses any more.
+        """Cut each sequence to its first `lengths[i]` tokens; returns the blocks that no sequence uses any
+        more.
 
         spare="keep" keeps the private, unpublished blocks beyond the cut in the table. Raises ValueError for a
         length beyond the sequence or below a step in flight. O(blocks given back).
         """
     def preempt(self, handles: _Handles) -> list[Prompt]:
-        """Give the blocks back and hand out each token history; the handle stays, to be resumed by `allocate`.
+        """Give the blocks back and hand out each token history; the handle stays, to be resumed by
+        `allocate`.
 
         Steps in flight are dropped. Preempting a preempted sequence hands out the same history. O(tokens).
         """
@@ -286,9 +291,9 @@ class BlockManager:
 class StepBuffers:
     """The caller's index arrays, filled by `schedule` in one call; the arrays are kept and cannot be resized.
 
-    block_tables int32 [max_seqs, max_blocks_per_seq], slot_mapping int64 [max_tokens], positions int32 [max_tokens],
-    seq_lens int32 [max_seqs], query_start_loc int32 [max_seqs + 1], copies int32 [max_seqs, 2]; C-contiguous and
-    writable.
+    block_tables int32 [max_seqs, max_blocks_per_seq], slot_mapping int64 [max_tokens], positions int32
+    [max_tokens], seq_lens int32 [max_seqs], query_start_loc int32 [max_seqs + 1], copies int32 [max_seqs, 2];
+    C-contiguous and writable.
     """
 
     def __new__(
@@ -313,8 +318,8 @@ class StepBuffers:
     ) -> Scheduled:
         """Schedule the next `num_new[i]` tokens of each sequence and write the step's index arrays.
 
-        Reserves `lookahead[i]` slots beyond them. Transactional: all rows, or under "fit" the longest prefix that
-        fits. Rows up to pad_seqs get length 0 and a null table, tokens up to pad_tokens slot -1. A row that holds
-        the same sequence as in the last call is updated in its changed columns only. Raises ValueError if the
-        batch exceeds the buffers. O(sequences + tokens + changed columns).
+        Reserves `lookahead[i]` slots beyond them. Transactional: all rows, or under "fit" the longest prefix
+        that fits. Rows up to pad_seqs get length 0 and a null table, tokens up to pad_tokens slot -1. A row
+        that holds the same sequence as in the last call is updated in its changed columns only. Raises
+        ValueError if the batch exceeds the buffers. O(sequences + tokens + changed columns).
         """

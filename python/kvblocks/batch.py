@@ -1,8 +1,8 @@
 """The step of a batch: index arrays made once and filled by the core in one call per scheduler step.
 
 Owns `Step`. Imports the core.
-Invariant: the arrays are never reallocated, so a view, an address or a pinned copy of them stays good for the life
-of the step; they hold the last batch that was scheduled, a refused one changes nothing.
+Invariant: the arrays are never reallocated, so a view, an address or a pinned copy of them stays good for the
+life of the step; they hold the last batch that was scheduled, a refused one changes nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A paged KV cache: the block manager, a step and a backend's storage, put together for an engine.
 
-Owns `PagedKVCache`. Imports batch, backends, config and the core; the only module where the allocator meets tensors.
-Invariant: the manager decides which block, the caller decides when, the backend moves the bytes. A step's copies are
-made before `schedule` returns, so nothing can be written in between.
+Owns `PagedKVCache`. Imports batch, backends, config and the core; the only module where the allocator meets
+tensors. Invariant: the manager decides which block, the caller decides when, the backend moves the bytes. A
+step's copies are made before `schedule` returns, so nothing can be written in between.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class PagedKVCache:
     """Paged K/V of all layers of one model, allocated by `manager`, indexed by `step`, moved by `backend`.
 
-    num_blocks: blocks of storage, the null block included; or memory: bytes or "8GiB", of which whole blocks are
-    used. Give one of the two. backend: a name, a Backend, or None for the environment's choice. max_seqs, max_tokens,
-    max_blocks_per_seq: sizes of the step. The rest is the block manager's. The cache owns the storage, its contents
-    undefined at first. Raises ValueError for sizes out of range and a backend that is unknown or refuses the config.
+    num_blocks: blocks of storage, the null block included; or memory: bytes or "8GiB", of which whole blocks
+    are used. Give one of the two. backend: a name, a Backend, or None for the environment's choice. max_seqs,
+    max_tokens, max_blocks_per_seq: sizes of the step. The rest is the block manager's. The cache owns the
+    storage, its contents undefined at first. Raises ValueError for sizes out of range and a backend that is
+    unknown or refuses the config.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class PagedKVCache:
             num_blocks = num_bytes // config.bytes_per_block
             if num_blocks < 2:
                 raise ValueError(
-                    f"memory is {num_bytes} bytes, expected at least two blocks of {config.bytes_per_block} bytes"
+                    f"memory is {num_bytes} bytes, expected at least two blocks of "
+                    f"{config.bytes_per_block} bytes"
                 )
         self.config = config
         self.backend = get_backend(backend) if backend is None or isinstance(backend, str) else backend
@@ -118,7 +120,9 @@ class PagedKVCache:
         out: Array | None = None,
         lse: Array | None = None,
     ) -> Array:
-        """Causal attention of the step's Q [num_tokens, num_q_heads, head_dim] over the cached K/V of a layer.
+        """Causal attention of the step's queries over the cached K/V of a layer.
+
+        q [num_tokens, num_q_heads, head_dim].
 
         Returns [num_tokens, num_q_heads, head_dim_v]; write the layer's K and V first. See `Backend.attend`.
         """

@@ -54,7 +54,9 @@ class CacheMachine(RuleBasedStateMachine):
         layout=st.sampled_from(["NHD", "HND"]),
     )
     def build(self, block_size: int, capacity: int, watermark: int, caching: bool, layout: str) -> None:
-        config = kv.CacheConfig(2, num_kv_heads=1, head_dim=8, head_dim_v=4, block_size=block_size, layout=layout)
+        config = kv.CacheConfig(
+            2, num_kv_heads=1, head_dim=8, head_dim_v=4, block_size=block_size, layout=layout
+        )
         self.cache = kv.PagedKVCache(
             config,
             capacity + 1,
@@ -167,7 +169,8 @@ class CacheMachine(RuleBasedStateMachine):
         for i, child in enumerate(children):
             parent = self.seqs[handles[i // num_children]]
             computed = parent.computed
-            self.seqs[child] = Sequence(parent.tokens[: parent.known], parent.prompt_len, computed, computed)
+            known = parent.tokens[: parent.known]
+            self.seqs[child] = Sequence(known, parent.prompt_len, computed, computed)
 
     @precondition(lambda self: any(not self.seqs[handle].in_flight for handle in self.resident()))
     @rule(data=st.data(), keep=st.booleans())
@@ -197,7 +200,8 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(seq.prompt for seq in self.seqs.values()))
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
-        handle = data.draw(st.sampled_from([handle for handle, seq in self.seqs.items() if seq.prompt]))
+        waiting = [handle for handle, seq in self.seqs.items() if seq.prompt]
+        handle = data.draw(st.sampled_from(waiting))
         seq = self.seqs[handle]
         assert seq.prompt is not None
         self.admit(seq.prompt, seq.tokens, None)
