@@ -33,7 +33,7 @@ PY := .venv/bin/python
 UV := .venv/bin/uv
 INSTALL = $(UV) pip install --quiet --python $(PY)
 STAMPS := .venv/stamps
-CORE_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
+CORE_SOURCES := $(shell find rust -path '*/src/*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 CUDA_SOURCES := $(shell find cuda -name '*.cu' -o -name '*.cuh')
 
 have = $(shell PATH="$(PATH)" command -v $(1) 2>/dev/null)
