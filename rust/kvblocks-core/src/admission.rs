@@ -7,10 +7,29 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::SeqHandle;
-use crate::manager::{Answer, Manager, Refusal};
-use crate::prefix::Link;
+use crate::manager::{Answer, FullHit, Manager, Refusal};
+use crate::prefix;
 use crate::prompt::Prompt;
-use crate::table::Sequence;
+use crate::sequence::Sequence;
+
+/// How a request is admitted.
+#[derive(Clone, Copy, Debug)]
+pub struct AdmissionOptions {
+    /// Take blocks for the first so many tokens only; None for the whole prompt.
+    pub reserve: Option<usize>,
+    /// Look the prefix cache up.
+    pub use_cache: bool,
+    /// Leave the last block that was found to be computed again, for draft heads that need its hidden states.
+    pub recompute_last_hit: bool,
+    /// How long the sequence may become, if that is known: see `Manager::set_max_tokens`.
+    pub max_tokens: Option<usize>,
+}
+
+impl Default for AdmissionOptions {
+    fn default() -> Self {
+        Self { reserve: None, use_cache: true, recompute_last_hit: false, max_tokens: None }
+    }
+}
 
 /// What an admission would take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,65 +53,83 @@ pub struct Allocation {
 
 impl Manager {
     /// Leading tokens that `allocate` would find cached. O(hits).
-    pub fn match_prefix(&mut self, prompt: &Prompt) -> Result<usize> {
+    pub fn match_prefix(&mut self, prompt: &Prompt, recompute_last_hit: bool) -> Result<usize> {
         self.check_prompt(prompt)?;
         let collisions = self.pool.collisions;
-        self.find_hits(prompt, true);
+        let options = AdmissionOptions { recompute_last_hit, ..AdmissionOptions::default() };
+        let num_cached = self.find_hits(prompt, options);
         self.pool.collisions = collisions;
-        Ok(self.hits.len() * self.pool.block_size)
+        Ok(num_cached)
     }
 
     /// What `allocate` with the same arguments would answer. O(hits).
-    pub fn can_allocate(&mut self, prompt: &Prompt, reserve: Option<usize>) -> Answer<Admission> {
+    pub fn can_allocate(&mut self, prompt: &Prompt, options: AdmissionOptions) -> Answer<Admission> {
         self.check_prompt(prompt)?;
         let collisions = self.pool.collisions;
-        let answer = self.plan_admission(prompt, reserve, true);
+        let answer = self.plan_admission(prompt, options);
         self.pool.collisions = collisions;
         Ok(answer)
     }
 
-    /// Admit a request: pin its cached prefix and take blocks for its first `reserve` tokens (None: all of them).
+    /// Admit a request: pin its cached prefix and take blocks for the tokens to reserve.
     ///
-    /// At least one token is left to compute: at most `floor((n - 1) / block_size)` blocks are hits. A prompt from a
-    /// preemption continues its own handle. The watermark is ignored while nothing is live. O(blocks).
-    pub fn allocate(
-        &mut self,
-        prompt: &Prompt,
-        reserve: Option<usize>,
-        use_cache: bool,
-    ) -> Answer<Allocation> {
+    /// At least one token is left to compute, see `FullHit`. A prompt from a preemption continues its own handle. The
+    /// watermark, and what was promised to others, is ignored while nothing is live. O(blocks).
+    pub fn allocate(&mut self, prompt: &Prompt, options: AdmissionOptions) -> Answer<Allocation> {
         self.check_prompt(prompt)?;
-        let plan = match self.plan_admission(prompt, reserve, use_cache) {
+        let plan = match self.plan_admission(prompt, options) {
             Ok(plan) => plan,
             Err(refusal) => return Ok(Err(refusal)),
         };
         let cached = plan.num_cached_tokens;
-        let mut seq = Sequence::new(Arc::clone(&prompt.tokens));
-        seq.blocks.reserve(self.hits.len() + plan.num_new_blocks);
+        let num_blocks = self.hits.len() + plan.num_new_blocks;
+        let namespace = match prompt.resumes {
+            // A preempted sequence has stayed in its namespace.
+            Some(key) => self.seqs[key].namespace,
+            None => self.pool.namespaces.enter(&prompt.tokens.namespace),
+        };
+        let mut seq = Sequence::new(Arc::clone(&prompt.tokens), namespace);
+        seq.blocks = self.spare_tables.pop().unwrap_or_default();
+        // Room to grow, so that a decode step finds it.
+        seq.blocks.reserve(num_blocks + num_blocks / 4 + 16);
         for &block in &self.hits {
             self.pool.share(block);
-            seq.blocks.push(block);
         }
-        seq.blocks.extend((0..plan.num_new_blocks).map_while(|_| self.pool.take()));
+        seq.blocks.extend_from_slice(&self.hits);
+        for _ in 0..plan.num_new_blocks {
+            seq.blocks.extend(self.pool.take(namespace));
+        }
         seq.num_computed = cached;
         seq.num_scheduled = cached;
-        seq.num_reserved = cached.max(reserve.unwrap_or(prompt.len()));
+        seq.num_reserved = cached.max(options.reserve.unwrap_or(prompt.len()));
         seq.num_published = self.hits.len();
-        seq.tip = match (self.hits.last(), &self.pool.index) {
-            (Some(&block), Some(index)) => index.link(block),
-            _ => Link::ROOT,
-        };
-        self.num_logical += seq.blocks.len();
-        let key = match prompt.resumes {
+        if let Some(&last) = self.hits.last() {
+            seq.tip = prefix::link(&self.pool.blocks, last);
+        }
+        seq.retract(self.size.column(cached), &self.pool);
+        seq.max_tokens = options.max_tokens;
+        let (key, seq) = match prompt.resumes {
             Some(key) => {
-                seq.epoch = self.seqs[key].epoch + 1;
-                self.seqs[key] = seq;
-                key
+                let old = &mut self.seqs[key];
+                seq.epoch = old.epoch.wrapping_add(1);
+                seq.share = old.share;
+                seq.max_tokens = options.max_tokens.or(old.max_tokens);
+                *old = seq;
+                (key, old)
             }
-            None => self.seqs.insert(seq),
+            None => {
+                let key = self.seqs.insert(seq);
+                (key, &mut self.seqs[key])
+            }
         };
-        if use_cache && self.pool.index.is_some() {
-            self.counters.count_query(prompt.len(), cached, prompt.resumes.is_some());
+        self.ledger.settle(seq, self.size);
+        if options.use_cache && self.pool.index.is_some() {
+            self.counters.count_query(prompt.len(), cached, self.size, prompt.resumes.is_some());
+            if prompt.resumes.is_none() {
+                let usage = self.pool.namespaces.usage(namespace);
+                usage.queried_tokens += prompt.len() as u64;
+                usage.hit_tokens += cached as u64;
+            }
         }
         self.note_peaks();
         let handle = SeqHandle::of(key);
@@ -111,35 +148,51 @@ impl Manager {
         }
     }
 
-    /// Leave the cached blocks of `prompt` in `self.hits`.
-    fn find_hits(&mut self, prompt: &Prompt, use_cache: bool) {
+    /// Leave the cached blocks of `prompt` in `self.hits`; returns the tokens in them that are usable.
+    fn find_hits(&mut self, prompt: &Prompt, options: AdmissionOptions) -> usize {
         self.hits.clear();
-        if use_cache {
-            let most = prompt.len().saturating_sub(1) / self.pool.block_size;
-            self.pool.find_prefix(&prompt.tokens.ids, &prompt.tokens.hashes, most, &mut self.hits);
+        if !options.use_cache {
+            return 0;
         }
+        let most = prompt.len().saturating_sub(1);
+        let most_blocks = match self.full_hit {
+            FullHit::WholeBlock => self.size.column(most),
+            FullHit::Token => self.size.column(prompt.len()),
+        };
+        self.pool.find_prefix(&prompt.tokens, most_blocks, &mut self.hits);
+        if options.recompute_last_hit {
+            self.hits.pop();
+        }
+        let num_cached = (self.hits.len() * self.size.get()).min(most);
+        self.hits.truncate(self.size.blocks(num_cached));
+        num_cached
     }
 
     fn plan_admission(
         &mut self,
         prompt: &Prompt,
-        reserve: Option<usize>,
-        use_cache: bool,
+        options: AdmissionOptions,
     ) -> std::result::Result<Admission, Refusal> {
-        let block_size = self.pool.block_size;
-        let reserve = reserve.unwrap_or(prompt.len());
-        let need_blocks = prompt.len().max(reserve).div_ceil(block_size);
+        let reserve = options.reserve.unwrap_or(prompt.len());
+        let declared = options.max_tokens.unwrap_or(0);
+        let need_blocks = self.size.blocks(prompt.len().max(reserve).max(declared));
         let capacity_blocks = self.capacity();
         if need_blocks > capacity_blocks {
             return Err(Refusal::Never { need_blocks, capacity_blocks });
         }
-        self.find_hits(prompt, use_cache);
-        let num_new_blocks = reserve.div_ceil(block_size).saturating_sub(self.hits.len());
+        let num_cached_tokens = self.find_hits(prompt, options);
+        let num_blocks = self.size.blocks(reserve).max(self.hits.len());
+        let num_new_blocks = num_blocks - self.hits.len();
         let revived = self.hits.iter().filter(|&&block| self.pool.refs(block) == 0).count();
-        let watermark = if self.pool.num_live() == 0 { 0 } else { self.watermark };
-        let available = self.pool.num_available() as usize - revived;
-        match (num_new_blocks + watermark).saturating_sub(available) {
-            0 => Ok(Admission { num_cached_tokens: self.hits.len() * block_size, num_new_blocks }),
+        let available = self.pool.num_available() - revived;
+        let mut need = num_new_blocks;
+        if self.pool.num_live() > 0 {
+            // What this request itself will grow to is promised to it, as is what the running ones have been.
+            let own = self.size.blocks(declared).saturating_sub(num_blocks);
+            need += self.watermark + self.ledger.0.promised + own;
+        }
+        match need.saturating_sub(available) {
+            0 => Ok(Admission { num_cached_tokens, num_new_blocks }),
             num_blocks => Err(Refusal::Later { num_blocks }),
         }
     }

@@ -4,9 +4,9 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::free_list::List;
 use crate::ids::{BlockId, SeqHandle};
-use crate::manager::Manager;
+use crate::manager::{Manager, Publish};
+use crate::sequence::{Sequence, Share};
 
 /// Collects violations.
 struct Report(Vec<String>);
@@ -29,93 +29,108 @@ impl Manager {
         let mut report = Report(Vec::new());
         let mut owners: HashMap<BlockId, u32> = HashMap::new();
         for (key, seq) in &self.seqs {
-            for &block in &seq.blocks {
+            let retired = seq.retired.iter().map(|&(block, _)| block);
+            for block in seq.blocks.iter().copied().chain(retired).filter(|&block| block != BlockId::HOLE) {
                 *owners.entry(block).or_default() += 1;
             }
-            let name = format!("sequence {:#x}", SeqHandle::of(key).0);
-            let cursors = seq.cursors();
-            report.expect(
-                seq.num_computed <= seq.num_scheduled && seq.num_scheduled <= seq.num_reserved,
-                || format!("{name}: cursors out of order: {cursors:?}"),
-            );
-            let columns = seq.num_reserved.div_ceil(self.pool.block_size);
-            report.equal(&format!("{name}: table length"), seq.blocks.len(), columns);
-            let distinct: HashSet<_> = seq.blocks.iter().collect();
-            report.equal(&format!("{name}: distinct blocks"), distinct.len(), seq.blocks.len());
-            let in_flight: usize = seq.in_flight.iter().map(|step| step.num_new).sum();
-            report.equal(
-                &format!("{name}: tokens in flight"),
-                seq.num_scheduled - seq.num_computed,
-                in_flight,
-            );
-            let full = seq.num_computed / self.pool.block_size;
-            let published = if self.pool.index.is_some() { full } else { 0 };
-            report.equal(&format!("{name}: published blocks"), seq.num_published, published);
-            for (i, &block) in seq.blocks.iter().take(published).enumerate() {
-                report
-                    .expect(self.pool.is_published(block), || format!("{name}: column {i} is not published"));
-            }
-            for (i, &block) in seq.blocks.iter().enumerate() {
-                let computed =
-                    seq.num_computed.saturating_sub(i * self.pool.block_size).min(self.pool.block_size);
-                report.expect(self.pool.fill(block) as usize >= computed, || {
-                    format!(
-                        "{name}: column {i} holds {computed} tokens, its block's mark is {}",
-                        self.pool.fill(block)
-                    )
-                });
-            }
-            report.expect(!seq.is_preempted || seq.blocks.is_empty(), || {
-                format!("{name}: preempted with blocks")
-            });
+            self.check_sequence(&format!("sequence {:#x}", SeqHandle::of(key).0), seq, &mut report);
         }
-        self.check_blocks(&owners, &mut report);
+        let mut holds: HashMap<BlockId, u32> = HashMap::new();
+        for transfer in self.transfers.values() {
+            for &block in &transfer.blocks {
+                *holds.entry(block).or_default() += 1;
+            }
+        }
+        report.equal("blocks held by transfers", &self.pool.holds, &holds);
+        self.check_blocks(&owners, &holds, &mut report);
         self.check_index(&mut report);
+        self.check_sums(&mut report);
         report.0
     }
 
-    fn check_blocks(&self, owners: &HashMap<BlockId, u32>, report: &mut Report) {
-        let pool = &self.pool;
-        let free: Vec<_> = pool.lists.iter(List::Free).chain(pool.lists.fresh().map(BlockId)).collect();
-        let cached: Vec<_> = pool.lists.iter(List::Cached).collect();
-        report.equal("free blocks", pool.lists.num_free() as usize, free.len());
-        report.equal("cached blocks", pool.lists.num_cached() as usize, cached.len());
-        report.equal("live blocks", pool.num_live() as usize, owners.len());
-        report.equal("free + live + cached", free.len() + owners.len() + cached.len(), self.capacity());
-        report.equal(
-            "logical blocks",
-            self.num_logical,
-            self.seqs.values().map(|seq| seq.blocks.len()).sum(),
-        );
+    fn check_sequence(&self, name: &str, seq: &Sequence, report: &mut Report) {
+        let (size, cursors) = (self.size.get(), seq.cursors());
+        report.expect(seq.num_computed <= seq.num_scheduled && seq.num_scheduled <= seq.num_reserved, || {
+            format!("{name}: cursors out of order: {cursors:?}")
+        });
+        report.equal(&format!("{name}: table length"), seq.blocks.len(), seq.num_reserved.div_ceil(size));
+        let named: Vec<_> = seq.blocks.iter().filter(|&&block| block != BlockId::HOLE).collect();
+        let distinct: HashSet<_> = named.iter().collect();
+        report.equal(&format!("{name}: distinct blocks"), distinct.len(), named.len());
+        let in_flight: usize = seq.in_flight.iter().map(|step| step.num_new as usize).sum();
+        report.equal(&format!("{name}: tokens in flight"), seq.num_scheduled - seq.num_computed, in_flight);
+        let full = if self.pool.index.is_some() { seq.num_computed / size } else { 0 };
+        let most = if self.publish == Publish::OnSchedule { seq.num_scheduled / size } else { full };
+        let published = seq.num_published;
+        report.expect(seq.unlisted || (full <= published && published <= most), || {
+            format!("{name}: {published} blocks published, expected {full} to {most}")
+        });
+        for (column, &block) in seq.blocks.iter().enumerate().filter(|(_, &block)| block != BlockId::HOLE) {
+            let listed = seq.unlisted || column >= published || self.pool.is_published(block);
+            report.expect(listed, || format!("{name}: column {column} is not published"));
+            let computed = seq.num_computed.saturating_sub(column * size).min(size);
+            report.expect(self.pool.fill(block) >= computed, || {
+                format!(
+                    "{name}: column {column} holds {computed} tokens, its mark is {}",
+                    self.pool.fill(block)
+                )
+            });
+        }
+        if seq.room > 0 {
+            report.equal(&format!("{name}: room"), seq.room, seq.blocks.len() * size - seq.num_scheduled);
+            let (block, offset) = (seq.blocks[seq.num_scheduled / size], seq.num_scheduled % size);
+            report.equal(&format!("{name}: next slot"), seq.next_slot, block.index() * size + offset);
+            report.equal(&format!("{name}: left in block"), seq.left_in_block, size - offset);
+            let writable = offset == 0 || self.pool.is_private(block);
+            report.expect(writable, || format!("{name}: room in {block:?}, which others own"));
+        }
+        report
+            .expect(!seq.is_preempted || seq.blocks.is_empty(), || format!("{name}: preempted with blocks"));
+        report.equal(&format!("{name}: share"), seq.share, seq.share_now(self.size));
+    }
+
+    fn check_blocks(
+        &self,
+        owners: &HashMap<BlockId, u32>,
+        holds: &HashMap<BlockId, u32>,
+        report: &mut Report,
+    ) {
+        let (pool, size) = (&self.pool, self.size.get());
+        let queued: Vec<_> = pool.list.queued(&pool.blocks).collect();
+        let (cached, queued_free): (Vec<_>, Vec<_>) =
+            queued.iter().partition(|&&block| pool.is_published(block));
+        let free: Vec<_> = pool.list.unqueued().chain(queued_free).collect();
+        let held = holds.keys().filter(|block| !owners.contains_key(block)).count();
+        report.equal("queued blocks", pool.list.num_queued() as usize, queued.len());
+        report.equal("free blocks", pool.num_free(), free.len());
+        report.equal("cached blocks", pool.num_cached(), cached.len());
+        report.equal("live blocks", pool.num_live(), owners.len());
+        report.equal("held blocks", pool.num_held(), held);
+        let total = free.len() + owners.len() + cached.len() + held;
+        report.equal("free + live + cached + held", total, self.capacity());
         let (free, cached): (HashSet<_>, HashSet<_>) =
             (free.into_iter().collect(), cached.into_iter().collect());
         let mut used_slots = 0;
         for block in pool.ids() {
-            let refs = owners.get(&block).copied().unwrap_or(0);
-            report.equal(&format!("{block:?}: references"), pool.refs(block), refs);
-            let states = [free.contains(&block), refs > 0, cached.contains(&block)];
+            let sequences = owners.get(&block).copied().unwrap_or(0);
+            let transfers = holds.get(&block).copied().unwrap_or(0);
+            report.equal(&format!("{block:?}: references"), pool.refs(block), sequences + transfers);
+            let states = [free.contains(&block), sequences + transfers > 0, cached.contains(&block)];
             report.equal(&format!("{block:?}: states"), states.iter().filter(|&&state| state).count(), 1);
-            let (fill, size) = (pool.fill(block) as usize, pool.block_size);
+            report.equal(&format!("{block:?}: free bit"), pool.list.is_marked_free(block), states[0]);
+            let fill = pool.fill(block);
             report.expect(fill <= size, || format!("{block:?}: mark {fill} exceeds the block size {size}"));
-            report.expect(states[1] || fill == if states[2] { size } else { 0 }, || {
-                format!("{block:?}: mark {fill} of a block without owner, states {states:?}")
-            });
+            let full = fill == size || !pool.is_published(block);
+            report.expect(full, || format!("{block:?}: published with a mark of {fill}"));
             report
                 .expect(!pool.is_published(block) || !states[0], || format!("{block:?}: free and published"));
-            report.expect(pool.is_published(block) || !states[2], || {
-                format!("{block:?}: cached, not published")
-            });
-            report.expect(!pool.is_published(block) || fill == size, || {
-                format!("{block:?}: published, not full")
-            });
-            if refs > 0 {
+            if sequences > 0 {
                 used_slots += fill as u64;
             }
         }
         report.equal("used slots", pool.used_slots(), used_slots);
-        report.expect(owners.keys().all(|block| pool.holds(*block)), || {
-            "a table names a block outside the pool".into()
-        });
+        let inside = owners.keys().chain(holds.keys()).all(|block| pool.holds_id(*block));
+        report.expect(inside, || "a table names a block outside the pool".into());
     }
 
     fn check_index(&self, report: &mut Report) {
@@ -123,7 +138,7 @@ impl Manager {
         let listed: Vec<_> = index.iter().collect();
         let distinct: HashSet<_> = listed.iter().copied().collect();
         report.equal("distinct index entries", distinct.len(), listed.len());
-        let published: HashSet<_> = self.pool.ids().filter(|&block| index.is_published(block)).collect();
+        let published: HashSet<_> = self.pool.ids().filter(|&block| self.pool.is_published(block)).collect();
         report.expect(published == distinct, || {
             format!(
                 "index entries and published blocks differ: {:?}",
@@ -132,9 +147,40 @@ impl Manager {
         });
         let mut contents = HashMap::new();
         for &block in &published {
-            let key = (index.parent(block), self.pool.tokens.of(block));
-            let content = index.link(block).content;
+            let record = &self.pool.blocks[block];
+            let key = (record.parent(), self.pool.blocks.tokens(block), self.pool.blocks.extras.get(&block));
+            let content = record.content();
             report.equal(&format!("{block:?}: content id"), *contents.entry(key).or_insert(content), content);
         }
+        report.equal("contents", index.num_entries(), contents.len());
+        let extras = self.pool.blocks.extras.keys().all(|block| published.contains(block));
+        report.expect(extras, || "extra keys of a block that is not published".into());
+    }
+
+    fn check_sums(&self, report: &mut Report) {
+        let mut total = Share::default();
+        for seq in self.seqs.values() {
+            total.blocks += seq.share.blocks;
+            total.promised += seq.share.promised;
+            total.ahead += seq.share.ahead;
+        }
+        report.equal("shares of all sequences", self.ledger.0, total);
+        let (mut live, mut cached, mut used_slots, mut num_seqs) = (0, 0, 0, 0);
+        for (index, _, refs, usage) in self.pool.namespaces.iter() {
+            let seqs = self.seqs.values().filter(|seq| seq.namespace == index).count();
+            let blocks = self.pool.ids().filter(|&block| self.pool.blocks[block].namespace == index);
+            let published = blocks.filter(|&block| self.pool.is_published(block)).count();
+            report.equal(&format!("namespace {index}: sequences"), usage.num_seqs, seqs);
+            let always = usize::from(index == 0);
+            report.equal(&format!("namespace {index}: references"), refs, seqs + published + always);
+            live += usage.live_blocks;
+            cached += usage.cached_blocks;
+            used_slots += usage.used_slots;
+            num_seqs += usage.num_seqs;
+        }
+        report.equal("live blocks of all namespaces", live, self.pool.num_live());
+        report.equal("cached blocks of all namespaces", cached, self.pool.num_cached());
+        report.equal("used slots of all namespaces", used_slots, self.pool.used_slots());
+        report.equal("sequences of all namespaces", num_seqs, self.seqs.len());
     }
 }

@@ -1,13 +1,13 @@
 //! Commit: scheduled tokens become computed ones, full blocks become findable. Imports `manager` and below.
 //!
-//! Invariant: only blocks wholly below `num_computed` are published; a token that was scheduled and not accepted is
-//! never visible to anybody.
+//! Invariant: a token that was scheduled and not accepted is never visible to anybody. Only blocks wholly below
+//! `num_computed` are published; under `Publish::OnSchedule` those wholly below `num_scheduled` whose ids are known.
 
 use crate::error::{Error, Result};
-use crate::ids::SeqHandle;
-use crate::manager::{Counts, Manager};
+use crate::ids::{BlockId, SeqHandle};
+use crate::manager::{check_member, Counts, Manager};
 use crate::pool::Pool;
-use crate::table::Sequence;
+use crate::sequence::{InFlight, Sequence};
 
 impl Manager {
     /// Accept the first `counts` tokens of the oldest step in flight of each sequence.
@@ -16,23 +16,19 @@ impl Manager {
     /// rolled back and the blocks it had added are returned; that is an error while a later step is in flight, whose
     /// positions it would move. O(accepted tokens).
     pub fn commit(&mut self, handles: &[SeqHandle], counts: Counts, ids: &[u32]) -> Result<()> {
-        self.check_batch(handles, true)?;
         counts.check("counts", handles.len())?;
+        self.next_batch();
         let mut num_unknown = 0;
-        for (row, handle) in handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = self.seqs.get_mut(handle.key()).ok_or(Error::StaleHandle(handle))?;
+            check_member(seq, handle, self.batch, true)?;
             let count = counts.at(row);
-            let step = seq.in_flight.front().map_or(0, |step| step.num_new);
-            if count > step || seq.in_flight.is_empty() {
-                let expected = match seq.in_flight.is_empty() {
-                    true => "a step in flight: schedule comes first".to_owned(),
-                    false => format!("at most the {step} tokens of its oldest step"),
-                };
-                return Err(Error::Row { argument: "counts", row, got: count as i64, expected });
-            }
-            if count < step && seq.in_flight.len() > 1 {
-                let expected = format!("all {step} tokens, since a later step is in flight");
-                return Err(Error::Row { argument: "counts", row, got: count as i64, expected });
+            match seq.in_flight.oldest() {
+                Some(step) if count == step.num_new as usize => {}
+                Some(step) if count < step.num_new as usize && seq.in_flight.len() == 1 => {
+                    check_unused(seq, &self.pool, row, handle, seq.num_computed + count)?;
+                }
+                step => return Err(wrong_count(row, count, step)),
             }
             num_unknown += (seq.num_computed + count).saturating_sub(seq.num_known());
         }
@@ -45,55 +41,178 @@ impl Manager {
             let count = counts.at(row);
             let (own, others) = rest.split_at((seq.num_computed + count).saturating_sub(seq.num_known()));
             rest = others;
-            accept(seq, &mut self.pool, count, own);
-            publish_full(seq, &mut self.pool);
-            self.num_logical -= roll_back(seq, &mut self.pool);
+            if let Some(step) = seq.in_flight.pop_oldest() {
+                accept(seq, &mut self.pool, count, own);
+                if !seq.retired.is_empty() {
+                    release_retired(seq, &mut self.pool);
+                }
+                seq.publish_full(&mut self.pool, self.merge);
+                if count < step.num_new as usize {
+                    roll_back(seq, &mut self.pool, seq.num_computed, step);
+                    self.ledger.settle(seq, self.size);
+                }
+                if seq.blocks.capacity() - seq.blocks.len() < 4 {
+                    seq.blocks.reserve(seq.blocks.len() / 4 + 16);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Take back the newest step of each sequence, as if it had not been scheduled; it must not have run. O(its blocks).
+    pub fn abort_step(&mut self, handles: &[SeqHandle]) -> Result<()> {
+        self.check_batch(handles, true)?;
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = &self.seqs[handle.key()];
+            let Some(step) = seq.in_flight.newest() else {
+                let expected = "a sequence with a step in flight".to_owned();
+                return Err(Error::Row { argument: "handles", row, got: handle.0, expected });
+            };
+            check_unused(seq, &self.pool, row, handle, seq.num_scheduled - step.num_new as usize)?;
+        }
+        for handle in handles {
+            let seq = &mut self.seqs[handle.key()];
+            if let Some(step) = seq.in_flight.pop_newest() {
+                let scheduled = seq.num_scheduled - step.num_new as usize;
+                roll_back(seq, &mut self.pool, scheduled, step);
+                self.ledger.settle(seq, self.size);
+            }
         }
         Ok(())
     }
 }
 
+/// Refuse to take back blocks, published when scheduled, that others have hit: what those have would be wrong.
+fn check_unused(seq: &Sequence, pool: &Pool, row: usize, handle: SeqHandle, scheduled: usize) -> Result<()> {
+    let mut taken_back = pool.block_size.column(scheduled)..seq.num_published;
+    if taken_back.all(|column| pool.refs(seq.blocks[column]) == 1) {
+        return Ok(());
+    }
+    let expected =
+        "a sequence whose scheduled blocks nobody has hit: free or preempt those that have".to_owned();
+    Err(Error::Row { argument: "handles", row, got: handle.0, expected })
+}
+
+fn wrong_count(row: usize, count: usize, step: Option<InFlight>) -> Error {
+    let expected = match step {
+        None => "a step in flight: schedule comes first".to_owned(),
+        Some(step) if count > step.num_new as usize => {
+            format!("at most the {} tokens of its oldest step", step.num_new)
+        }
+        Some(step) => format!("all {} tokens, since a later step is in flight", step.num_new),
+    };
+    Error::Row { argument: "counts", row, got: count as i64, expected }
+}
+
 /// Store the ids of the next `count` tokens, the prompt's first, then `ids`.
+#[inline]
 fn accept(seq: &mut Sequence, pool: &mut Pool, count: usize, ids: &[u32]) {
     let end = seq.num_computed + count;
-    let from_prompt = seq.num_computed..end.min(seq.num_known());
-    let mut at = seq.num_computed;
-    for mut ids in [seq.prompt.ids.get(from_prompt).unwrap_or_default(), ids] {
-        while !ids.is_empty() {
-            let (block, offset) = (seq.blocks[at / pool.block_size], at % pool.block_size);
-            let (now, later) = ids.split_at(ids.len().min(pool.block_size - offset));
-            pool.tokens.write(block, offset, now);
-            pool.raise_fill(block, offset + now.len());
-            at += now.len();
-            ids = later;
-        }
-    }
+    let from_prompt = seq.prompt.ids.get(seq.num_computed..end.min(seq.prompt_len)).unwrap_or_default();
+    store(&seq.blocks, pool, seq.num_computed, from_prompt);
+    store(&seq.blocks, pool, end - ids.len(), ids);
     seq.num_computed = end;
 }
 
-fn publish_full(seq: &mut Sequence, pool: &mut Pool) {
-    if pool.index.is_none() {
-        return;
-    }
-    for i in seq.num_published..seq.num_computed / pool.block_size {
-        let in_prompt = (i + 1) * pool.block_size <= seq.prompt_len;
-        let hash = in_prompt.then(|| seq.prompt.hashes.get(i).copied()).flatten();
-        if let Some(link) = pool.publish(seq.blocks[i], seq.tip, hash) {
-            seq.tip = link;
-            seq.num_published = i + 1;
-        }
+/// Write ids beside the blocks that hold the positions from `at` on, and raise their marks.
+#[inline]
+fn store(blocks: &[BlockId], pool: &mut Pool, mut at: usize, mut ids: &[u32]) {
+    let size = pool.block_size;
+    while !ids.is_empty() {
+        let (block, offset) = (blocks[size.column(at)], size.offset(at));
+        let (now, later) = ids.split_at(ids.len().min(size.get() - offset));
+        pool.blocks.write_tokens(block, offset, now);
+        pool.raise_fill(block, offset + now.len());
+        at += now.len();
+        ids = later;
     }
 }
 
-/// Retire the oldest step; what it scheduled beyond `num_computed` was rejected. Returns the blocks dropped.
-fn roll_back(seq: &mut Sequence, pool: &mut Pool) -> usize {
-    let Some(step) = seq.in_flight.pop_front() else {
-        return 0;
-    };
-    if !seq.in_flight.is_empty() || seq.num_scheduled == seq.num_computed {
-        return 0;
+/// Return to `scheduled` tokens and to the reservation before `step`.
+fn roll_back(seq: &mut Sequence, pool: &mut Pool, scheduled: usize, step: InFlight) {
+    let size = pool.block_size;
+    let full = size.column(scheduled);
+    for column in full..seq.num_published {
+        // Published when scheduled: computed by nobody now, and hit by nobody.
+        let block = seq.blocks[column];
+        if pool.is_published(block) {
+            pool.withdraw(block);
+        }
+        pool.lower_fill(block, size.within(seq.num_computed, column));
     }
-    seq.num_scheduled = seq.num_computed;
-    seq.num_reserved = step.reserved_before.max(seq.num_computed).min(seq.num_reserved);
-    seq.shrink(seq.num_reserved.div_ceil(pool.block_size), pool).0
+    seq.retract(full, pool);
+    seq.num_scheduled = scheduled;
+    seq.num_reserved = (step.reserved_before as usize).max(scheduled).min(seq.num_reserved);
+    seq.shrink(size.blocks(seq.num_reserved), pool);
+    seq.room = 0;
+}
+
+/// Release merged blocks that no step in flight reads any more.
+fn release_retired(seq: &mut Sequence, pool: &mut Pool) {
+    seq.retired.retain_mut(|(block, steps)| {
+        *steps = steps.saturating_sub(1);
+        if *steps == 0 {
+            pool.release(*block);
+        }
+        *steps > 0
+    });
+}
+
+impl Sequence {
+    /// Publish the blocks that the computed tokens fill.
+    #[inline]
+    pub(crate) fn publish_full(&mut self, pool: &mut Pool, merge: bool) {
+        let full = pool.block_size.column(self.num_computed);
+        if self.num_published < full && pool.index.is_some() && !self.unlisted {
+            self.publish_until(full, pool, merge);
+        }
+    }
+
+    /// Publish the blocks that the first `len` tokens fill, whose ids the prompt knows, before they are computed.
+    pub(crate) fn publish_known(&mut self, len: usize, pool: &mut Pool) {
+        let size = pool.block_size;
+        let full = size.column(len);
+        if self.num_published < full && pool.index.is_some() && !self.unlisted {
+            let from = self.num_published.max(size.column(self.num_computed)) * size.get();
+            store(&self.blocks, pool, from, &self.prompt.ids[from..full * size.get()]);
+            self.publish_until(full, pool, false);
+        }
+    }
+
+    fn publish_until(&mut self, full: usize, pool: &mut Pool, merge: bool) {
+        let size = pool.block_size.get();
+        for column in self.num_published..full {
+            let in_prompt = (column + 1) * size <= self.prompt_len;
+            let digest = if in_prompt { self.prompt.hashes.get(column).copied() } else { None };
+            let block = self.blocks[column];
+            let Some((link, older)) = pool.publish(block, self.tip, digest, self.prompt.extra(column)) else {
+                return;
+            };
+            self.tip = link;
+            self.num_published = column + 1;
+            if let (true, Some(older)) = (merge, older) {
+                self.merge_into(older, column, pool);
+            }
+        }
+    }
+
+    /// Use `older`, which holds the same, in place of the block in `column`.
+    fn merge_into(&mut self, older: BlockId, column: usize, pool: &mut Pool) {
+        let block = self.blocks[column];
+        pool.share(older);
+        self.blocks[column] = older;
+        let (room, left) = (self.room, self.left_in_block);
+        self.touch(column);
+        // The next slot lies beyond the merged block.
+        (self.room, self.left_in_block) = (room, left);
+        if pool.refs(block) == 1 {
+            pool.withdraw(block);
+        }
+        match self.in_flight.len() {
+            0 => {
+                pool.release(block);
+            }
+            steps => self.retired.push((block, steps)),
+        }
+    }
 }

@@ -2,7 +2,7 @@
 //!
 //! Invariant: an error is misuse and leaves the manager unchanged. Expected refusals (no room) are values, not errors.
 
-use crate::ids::SeqHandle;
+use crate::ids::{SeqHandle, TransferHandle};
 
 /// Result of a verb.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -16,6 +16,9 @@ pub enum Error {
     /// The prompt came from a preemption whose sequence has been freed or resumed since.
     #[error("the prompt continues sequence {:#x}, which was freed or resumed since its preemption", .0.0)]
     StalePrompt(SeqHandle),
+    /// The transfer was never begun, or has ended.
+    #[error("handle {:#x} names no transfer: it has ended, or was never begun", .0.0)]
+    StaleTransfer(TransferHandle),
     /// The sequence holds no blocks: only `allocate` of its prompt, `preempt` and `free` apply.
     #[error("sequence {:#x} is preempted: allocate the prompt that preempt handed out to resume it", .0.0)]
     Preempted(SeqHandle),

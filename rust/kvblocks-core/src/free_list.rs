@@ -1,137 +1,166 @@
-//! The blocks that no sequence uses: recycled ids, and cached blocks in order of last use. Imports `ids`.
+//! The blocks that nobody owns: recycled ids, and cached blocks in order of last use. Imports `blocks`, `ids`.
 //!
-//! Invariant: a block is in at most one of the two lists, so one pair of link arrays serves both. Ids that were never
-//! used are a counter, not list entries: a new pool touches no memory.
+//! Invariant: a block is recycled, queued or neither, never both. Ids that were never used are a counter, not entries,
+//! so a new pool touches no memory.
 
+use crate::blocks::Blocks;
 use crate::ids::BlockId;
 
 const NIL: u32 = u32::MAX;
 
-/// Ends and length of one doubly linked list.
-#[derive(Clone, Copy)]
-struct Ends {
-    head: u32,
-    tail: u32,
-    len: u32,
+/// Which blocks without content are taken first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reuse {
+    /// The one freed last: its bytes may still be in a cache. Cached blocks only when no other is left.
+    #[default]
+    LastFreed,
+    /// Ids never used, then all blocks, cached or not, in the order in which they were freed.
+    FirstFreed,
 }
 
-const EMPTY: Ends = Ends { head: NIL, tail: NIL, len: 0 };
-
-/// Which list a block is in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum List {
-    /// Blocks without content worth keeping, last in first out.
-    Free = 0,
-    /// Published blocks without an owner, least recently used first.
-    Cached = 1,
-}
-
-/// Both lists, and the ids never used so far.
+/// Recycled ids, never used ids, and the queue of cached blocks.
 pub(crate) struct FreeList {
-    prev: Vec<u32>,
-    next: Vec<u32>,
-    ends: [Ends; 2],
+    reuse: Reuse,
+    recycled: Vec<u32>,
     fresh: u32,
     limit: u32,
+    head: u32,
+    tail: u32,
+    num_queued: u32,
+    /// One bit a block, set while it is owned or queued as cached.
+    taken: Vec<u64>,
 }
 
 impl FreeList {
-    /// Ids `first..limit`, all fresh. Touches no memory: the link arrays are zero pages until used.
-    pub fn new(first: u32, limit: u32) -> Self {
-        let links = || vec![0; limit as usize];
-        Self { prev: links(), next: links(), ends: [EMPTY; 2], fresh: first, limit }
+    /// Ids `first..limit`, all fresh; None if the memory cannot be had.
+    pub fn new(first: u32, limit: u32, reuse: Reuse) -> Option<Self> {
+        let mut taken = bytemuck::try_zeroed_vec((limit as usize).div_ceil(64)).ok()?;
+        if first > 0 {
+            taken[0] = (1 << first) - 1;
+        }
+        let mut recycled = Vec::new();
+        recycled.try_reserve_exact(limit as usize).ok()?;
+        Some(Self { reuse, recycled, fresh: first, limit, head: NIL, tail: NIL, num_queued: 0, taken })
     }
 
-    /// Blocks in the free list, fresh ones included. O(1).
-    pub fn num_free(&self) -> u32 {
-        self.ends[List::Free as usize].len + (self.limit - self.fresh)
+    /// Recycled and fresh blocks. O(1).
+    #[inline]
+    pub fn num_unqueued(&self) -> u32 {
+        self.recycled.len() as u32 + (self.limit - self.fresh)
     }
 
-    /// Blocks in the cached list. O(1).
-    pub fn num_cached(&self) -> u32 {
-        self.ends[List::Cached as usize].len
+    /// Blocks in the queue: the cached ones, and under `FirstFreed` all that were freed. O(1).
+    #[inline]
+    pub fn num_queued(&self) -> u32 {
+        self.num_queued
     }
 
-    /// Recycle `block`: it will be the next one taken. O(1).
-    pub fn push_free(&mut self, block: BlockId) {
-        let head = self.ends[List::Free as usize].head;
-        self.link(List::Free, NIL, block.0, head);
-    }
-
-    /// Keep `block` as the most recently used cached block. O(1).
-    pub fn push_cached(&mut self, block: BlockId) {
-        let tail = self.ends[List::Cached as usize].tail;
-        self.link(List::Cached, tail, block.0, NIL);
-    }
-
-    /// A block without content: recycled, else fresh. O(1).
-    pub fn pop_free(&mut self) -> Option<BlockId> {
-        self.pop(List::Free).or_else(|| {
-            (self.fresh < self.limit).then(|| {
+    /// Take a block that holds nothing worth keeping, if there is one outside the queue. O(1).
+    #[inline]
+    pub fn pop_unqueued(&mut self) -> Option<BlockId> {
+        let block = match self.recycled.pop() {
+            Some(block) => block,
+            None if self.fresh < self.limit => {
                 self.fresh += 1;
-                BlockId(self.fresh - 1)
-            })
-        })
+                self.fresh - 1
+            }
+            None => return None,
+        };
+        self.flip(block);
+        Some(BlockId(block))
     }
 
-    /// The least recently used cached block. O(1).
-    pub fn pop_cached(&mut self) -> Option<BlockId> {
-        self.pop(List::Cached)
-    }
-
-    /// Take `block` out of the cached list, wherever it stands. O(1).
-    pub fn unlink_cached(&mut self, block: BlockId) {
-        let (prev, next) = (self.prev[block.index()], self.next[block.index()]);
-        self.set_next(List::Cached, prev, next);
-        self.set_prev(List::Cached, next, prev);
-        self.ends[List::Cached as usize].len -= 1;
-    }
-
-    /// The ids of one list, in order; for checks.
-    pub fn iter(&self, list: List) -> impl Iterator<Item = BlockId> + '_ {
-        let head = self.ends[list as usize].head;
-        std::iter::successors((head != NIL).then_some(head), |&at| {
-            Some(self.next[at as usize]).filter(|&next| next != NIL)
-        })
-        .map(BlockId)
-    }
-
-    /// Ids never used so far; for checks.
-    pub fn fresh(&self) -> std::ops::Range<u32> {
-        self.fresh..self.limit
-    }
-
-    fn pop(&mut self, list: List) -> Option<BlockId> {
-        let head = self.ends[list as usize].head;
-        if head == NIL {
-            return None;
-        }
-        let next = self.next[head as usize];
-        self.set_next(list, NIL, next);
-        self.set_prev(list, next, NIL);
-        self.ends[list as usize].len -= 1;
-        Some(BlockId(head))
-    }
-
-    fn link(&mut self, list: List, prev: u32, at: u32, next: u32) {
-        self.prev[at as usize] = prev;
-        self.next[at as usize] = next;
-        self.set_next(list, prev, at);
-        self.set_prev(list, next, at);
-        self.ends[list as usize].len += 1;
-    }
-
-    fn set_next(&mut self, list: List, at: u32, next: u32) {
-        match at {
-            NIL => self.ends[list as usize].head = next,
-            at => self.next[at as usize] = next,
+    /// Give back a block without content. O(1).
+    #[inline]
+    pub fn push_unpublished(&mut self, block: BlockId, blocks: &mut Blocks) {
+        self.flip(block.0);
+        match self.reuse {
+            Reuse::LastFreed => self.recycled.push(block.0),
+            Reuse::FirstFreed => self.push_back(block, blocks),
         }
     }
 
-    fn set_prev(&mut self, list: List, at: u32, prev: u32) {
-        match at {
-            NIL => self.ends[list as usize].tail = prev,
-            at => self.prev[at as usize] = prev,
+    /// Queue `block` as the most recently used one. O(1).
+    #[inline]
+    pub fn push_back(&mut self, block: BlockId, blocks: &mut Blocks) {
+        let record = &mut blocks[block];
+        (record.prev, record.next) = (self.tail, NIL);
+        match self.tail {
+            NIL => self.head = block.0,
+            tail => blocks[BlockId(tail)].next = block.0,
         }
+        self.tail = block.0;
+        self.num_queued += 1;
+    }
+
+    /// The block queued first. The caller says whether it had content. O(1).
+    #[inline]
+    pub fn front(&self) -> Option<BlockId> {
+        (self.head != NIL).then_some(BlockId(self.head))
+    }
+
+    /// Take `block` out of the queue, wherever it stands. O(1).
+    #[inline]
+    pub fn unlink(&mut self, block: BlockId, blocks: &mut Blocks) {
+        let (prev, next) = (blocks[block].prev, blocks[block].next);
+        match prev {
+            NIL => self.head = next,
+            prev => blocks[BlockId(prev)].next = next,
+        }
+        match next {
+            NIL => self.tail = prev,
+            next => blocks[BlockId(next)].prev = prev,
+        }
+        self.num_queued -= 1;
+    }
+
+    /// Note that a queued block without content was taken. O(1).
+    #[inline]
+    pub fn note_taken(&mut self, block: BlockId) {
+        self.flip(block.0);
+    }
+
+    /// The queue, in order; for checks.
+    pub fn queued<'a>(&'a self, blocks: &'a Blocks) -> impl Iterator<Item = BlockId> + 'a {
+        std::iter::successors(self.front(), |&at| Some(BlockId(blocks[at].next)).filter(|next| next.0 != NIL))
+    }
+
+    /// Ids outside the queue, for checks.
+    pub fn unqueued(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.recycled.iter().copied().chain(self.fresh..self.limit).map(BlockId)
+    }
+
+    /// Whether the bitmap counts the block as free, for checks.
+    pub fn is_marked_free(&self, block: BlockId) -> bool {
+        self.taken[block.index() / 64] >> (block.0 % 64) & 1 == 0
+    }
+
+    /// Lengths of the runs of consecutive free ids. O(num_blocks / 64 + runs).
+    pub fn free_runs(&self, mut visit: impl FnMut(usize)) {
+        let (mut run, limit) = (0, self.limit as usize);
+        for (word, &bits) in self.taken.iter().enumerate() {
+            let mut left = (limit - 64 * word).min(64) as u32;
+            let mut bits = bits;
+            while left > 0 {
+                let free = bits.trailing_zeros().min(left);
+                run += free as usize;
+                (bits, left) = (bits.unbounded_shr(free), left - free);
+                if left > 0 {
+                    if run > 0 {
+                        visit(std::mem::take(&mut run));
+                    }
+                    let taken = bits.trailing_ones().min(left);
+                    (bits, left) = (bits.unbounded_shr(taken), left - taken);
+                }
+            }
+        }
+        if run > 0 {
+            visit(run);
+        }
+    }
+
+    #[inline]
+    fn flip(&mut self, block: u32) {
+        self.taken[block as usize / 64] ^= 1 << (block % 64);
     }
 }

@@ -1,110 +1,107 @@
-//! Block hashes: the chained 128-bit hash that finds a block in the prefix cache. Imports nothing of the crate.
+//! Block hashes: the chained digest that finds a block in the prefix cache. Imports nothing of the crate.
 //!
-//! Encoding: `hash[k] = xxh3_128(seed, hash[k-1] as 16 bytes little-endian, then each token id as 4 bytes
-//! little-endian)`, with `hash[-1] = 0`. It is injective for a fixed block size and equal on every platform.
-//! Invariant: a hash only *finds* a block; whoever finds one compares its content before using it.
+//! Encoding, equal on every platform. The digest of block k covers, in this order: the digest of block k-1 (of the
+//! *root* for k = 0); each of its `block_size` token ids as 4 bytes little-endian; its extra keys, framed (see `keys`).
+//! The root covers the framed keys of the namespace, nothing for the default one. XXH3 takes the seed as its own seed;
+//! SHA-256 has none, so its root starts with the seed as 8 bytes little-endian. For a fixed block size this is
+//! injective: the first parts have a fixed width, and what follows is framed.
+//!
+//! Invariant: a digest only *finds* a block; whoever finds one compares its content before using it.
 
+use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-/// The seeded hash function of a manager.
-#[derive(Clone, Debug)]
-pub struct BlockHasher {
-    seed: u64,
-    degenerate: bool,
+/// Digest of a block: 16 bytes for XXH3 (`high` is 0), 32 for SHA-256.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Digest {
+    /// The first 16 bytes, little-endian.
+    pub low: u128,
+    /// The last 16 bytes, little-endian.
+    pub high: u128,
 }
+
+/// The hash function of a prefix cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Algorithm {
+    /// XXH3 of 128 bits, seeded: the fast default. Content is compared on a hit, so a collision costs a miss.
+    Xxh3,
+    /// SHA-256, for where digests leave the process and content cannot be compared.
+    Sha256,
+    /// One digest for everything, to prove that collisions are harmless.
+    Degenerate,
+}
+
+impl Algorithm {
+    /// Bytes of a digest.
+    pub fn num_bytes(self) -> usize {
+        match self {
+            Self::Sha256 => 32,
+            Self::Xxh3 | Self::Degenerate => 16,
+        }
+    }
+}
+
+/// The hash function and its seed: equal ones give equal digests in every process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockHasher {
+    /// The function.
+    pub algorithm: Algorithm,
+    /// Keeps others from foreseeing digests.
+    pub seed: u64,
+}
+
+/// Longest preimage that is put together on the stack: SHA-256's, of a block of 64 tokens without extra keys.
+const STACK_BYTES: usize = 32 + 4 * 64;
 
 impl BlockHasher {
-    /// A hasher with an explicit seed: equal seeds give equal hashes in every process.
-    pub fn new(seed: u64) -> Self {
-        Self { seed, degenerate: false }
-    }
-
-    /// A hasher that gives every block the same hash, to prove that collisions are harmless.
-    #[doc(hidden)]
-    pub fn degenerate() -> Self {
-        Self { seed: 0, degenerate: true }
-    }
-
-    /// Hash of a full block whose predecessor's hash is `parent` (0 for the first block).
-    pub fn block(&self, parent: u128, tokens: &[u32]) -> u128 {
-        if self.degenerate {
-            return 1;
-        }
-        const STACK: usize = 16 + 4 * 64;
-        let len = 16 + 4 * tokens.len();
-        let mut stack = [0u8; STACK];
-        let mut heap = Vec::new();
-        let bytes = match stack.get_mut(..len) {
-            Some(bytes) => bytes,
-            None => {
-                heap.resize(len, 0);
-                &mut heap[..]
+    /// Digest of the empty prefix of a namespace, whose keys are given framed.
+    pub fn root(&self, keys: &[u8]) -> Digest {
+        match self.algorithm {
+            Algorithm::Xxh3 => Digest { low: xxh3_128_with_seed(keys, self.seed), high: 0 },
+            Algorithm::Sha256 => {
+                sha256(Sha256::new().chain_update(self.seed.to_le_bytes()).chain_update(keys))
             }
-        };
-        bytes[..16].copy_from_slice(&parent.to_le_bytes());
-        for (to, token) in bytes[16..].chunks_exact_mut(4).zip(tokens) {
-            to.copy_from_slice(&token.to_le_bytes());
+            Algorithm::Degenerate => Digest { low: 1, high: 0 },
         }
-        xxh3_128_with_seed(bytes, self.seed)
     }
 
-    /// Hashes of all full blocks of `tokens`. O(tokens).
-    pub fn chain(&self, tokens: &[u32], block_size: usize) -> Vec<u128> {
-        let mut parent = 0;
-        let blocks = tokens.chunks_exact(block_size);
-        blocks
-            .map(|block| {
-                parent = self.block(parent, block);
-                parent
-            })
-            .collect()
+    /// Digest of a full block after `parent`. O(tokens).
+    pub fn block(&self, parent: Digest, tokens: &[u32], extra: &[u8]) -> Digest {
+        let parent_bytes = self.algorithm.num_bytes();
+        let (extra_at, len) =
+            (parent_bytes + 4 * tokens.len(), parent_bytes + 4 * tokens.len() + extra.len());
+        let (mut stack, mut heap);
+        let bytes: &mut [u8] = if len <= STACK_BYTES {
+            stack = [0u8; STACK_BYTES];
+            &mut stack[..len]
+        } else {
+            heap = vec![0u8; len];
+            &mut heap
+        };
+        bytes[..16].copy_from_slice(&parent.low.to_le_bytes());
+        if parent_bytes == 32 {
+            bytes[16..32].copy_from_slice(&parent.high.to_le_bytes());
+        }
+        if cfg!(target_endian = "little") {
+            bytes[parent_bytes..extra_at].copy_from_slice(bytemuck::cast_slice(tokens));
+        } else {
+            for (to, token) in bytes[parent_bytes..extra_at].chunks_exact_mut(4).zip(tokens) {
+                to.copy_from_slice(&token.to_le_bytes());
+            }
+        }
+        bytes[extra_at..].copy_from_slice(extra);
+        match self.algorithm {
+            Algorithm::Xxh3 => Digest { low: xxh3_128_with_seed(bytes, self.seed), high: 0 },
+            Algorithm::Sha256 => sha256(Sha256::new_with_prefix(bytes)),
+            Algorithm::Degenerate => Digest { low: 1, high: 0 },
+        }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn golden_chain_of_seed_zero() {
-        let tokens: Vec<u32> = (0..32).collect();
-        let chain = BlockHasher::new(0).chain(&tokens, 16);
-        assert_eq!(chain, [GOLDEN[0], GOLDEN[1]]);
-        assert_ne!(BlockHasher::new(1).chain(&tokens, 16), chain);
-    }
-
-    // Computed with an independent XXH3 implementation from the encoding above.
-    const GOLDEN: [u128; 2] =
-        [30338925252522429172703710732990793906, 299752104365523846659739855709458357394];
-
-    #[test]
-    fn long_blocks_take_the_heap_and_short_ones_the_stack_alike() {
-        let hasher = BlockHasher::new(7);
-        let tokens: Vec<u32> = (0..200).collect();
-        let mut bytes = 5u128.to_le_bytes().to_vec();
-        bytes.extend(tokens.iter().flat_map(|t| t.to_le_bytes()));
-        for len in [0, 1, 63, 64, 65, 200] {
-            let expected = xxh3_128_with_seed(&bytes[..16 + 4 * len], 7);
-            assert_eq!(hasher.block(5, &tokens[..len]), expected);
-        }
-    }
-
-    #[test]
-    fn neighbouring_changes_that_cancel_in_a_linear_hash_do_not_cancel() {
-        let hasher = BlockHasher::new(0);
-        let tokens: Vec<u32> = (100..116).collect();
-        let hash = hasher.block(0, &tokens);
-        for base in [31, 33, 131, 1_000_003] {
-            for j in 0..15 {
-                let mut other = tokens.clone();
-                other[j] += base;
-                other[j + 1] -= 1;
-                assert_ne!(hasher.block(0, &other), hash);
-                let mut other = tokens.clone();
-                other[j] -= 1;
-                other[j + 1] += base;
-                assert_ne!(hasher.block(0, &other), hash);
-            }
-        }
-    }
+fn sha256(state: Sha256) -> Digest {
+    let bytes: [u8; 32] = state.finalize().into();
+    let (mut low, mut high) = ([0; 16], [0; 16]);
+    low.copy_from_slice(&bytes[..16]);
+    high.copy_from_slice(&bytes[16..]);
+    Digest { low: u128::from_le_bytes(low), high: u128::from_le_bytes(high) }
 }

@@ -1,29 +1,46 @@
-//! Identities: block ids and sequence handles. Imports nothing of the crate.
+//! Identities: block ids, sequence and transfer handles. Imports nothing of the crate.
 //!
 //! Invariant: a block id is an index into the storage; a handle carries a generation, so that it is never mistaken
-//! for the sequence that later reuses its index.
+//! for what later reuses its index.
 
 use slotmap::{Key, KeyData};
 
 slotmap::new_key_type! {
     /// Key of a sequence in the manager's slot map.
     pub(crate) struct SeqKey;
+    /// Key of a transfer in the manager's slot map.
+    pub(crate) struct TransferKey;
 }
 
 /// Index of a block in the storage, `0..num_blocks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(transparent)]
 pub struct BlockId(pub u32);
 
 impl BlockId {
+    /// What a block table holds where `drop_range` took a block out; never an index.
+    pub const HOLE: Self = Self(u32::MAX);
+
     /// The id as an index of per-block arrays.
     #[inline]
     pub fn index(self) -> usize {
         self.0 as usize
     }
+
+    /// The id as tables show it to the outside: holes as `padding`.
+    #[inline]
+    pub fn export(self, padding: i32) -> i32 {
+        if self == Self::HOLE {
+            padding
+        } else {
+            self.0 as i32
+        }
+    }
 }
 
 /// A sequence as the outside sees it: `generation << 32 | index`, in an int64.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, bytemuck::TransparentWrapper)]
+#[repr(transparent)]
 pub struct SeqHandle(pub i64);
 
 impl SeqHandle {
@@ -31,7 +48,22 @@ impl SeqHandle {
         Self(key.data().as_ffi() as i64)
     }
 
+    #[inline]
     pub(crate) fn key(self) -> SeqKey {
+        KeyData::from_ffi(self.0 as u64).into()
+    }
+}
+
+/// A transfer as the outside sees it, made like a sequence's handle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TransferHandle(pub i64);
+
+impl TransferHandle {
+    pub(crate) fn of(key: TransferKey) -> Self {
+        Self(key.data().as_ffi() as i64)
+    }
+
+    pub(crate) fn key(self) -> TransferKey {
         KeyData::from_ffi(self.0 as u64).into()
     }
 }

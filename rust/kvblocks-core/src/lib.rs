@@ -23,28 +23,39 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+mod block_size;
+mod blocks;
 mod check;
 mod commit;
+mod cut;
 mod error;
 mod free_list;
 mod hash;
 mod ids;
+mod keys;
 mod lifetime;
 mod manager;
+mod namespaces;
 mod pool;
 mod prefix;
 mod prompt;
+mod sequence;
 mod stats;
 mod step;
-mod table;
+mod transfer;
 
-pub use admission::{Admission, Allocation};
+pub use admission::{Admission, AdmissionOptions, Allocation};
+pub use cut::{Dropped, Spare};
 pub use error::{Error, Result};
-pub use hash::BlockHasher;
-pub use ids::{BlockId, SeqHandle};
-pub use lifetime::Spare;
-pub use manager::{Config, Counts, Manager, Refusal};
+pub use free_list::Reuse;
+pub use hash::{Algorithm, BlockHasher, Digest};
+pub use ids::{BlockId, SeqHandle, TransferHandle};
+pub use keys::{KeyValue, Keys, Media};
+pub use lifetime::Freed;
+pub use manager::{Config, Counts, FullHit, Manager, Publish, Refusal};
+pub use namespaces::Usage;
 pub use prompt::{Preparer, Prompt};
-pub use stats::Stats;
+pub use sequence::Cursors;
+pub use stats::{Fragmentation, Sample, Stats};
 pub use step::{Policy, RowState, Scheduled, StepArrays, StepRequest};
-pub use table::Cursors;
+pub use transfer::{Outcome, Pending};

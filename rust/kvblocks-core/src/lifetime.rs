@@ -1,33 +1,35 @@
-//! What happens to a sequence beside its steps: fork, truncate, preempt, free. Imports `manager` and below.
+//! What happens to a whole sequence: fork, reorder, preempt, free. Imports `manager` and below.
 //!
-//! Invariant: blocks are released from the tail, so that of two blocks released together the one that fewer prompts can
-//! share is evicted first.
+//! Invariant: no reference count touches zero on the way from one owner to the next; of blocks released together the
+//! tail is the first to be evicted.
 
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::ids::SeqHandle;
+use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{Counts, Manager};
-use crate::pool::Pool;
-use crate::prefix::Link;
+use crate::prefix;
 use crate::prompt::{Prompt, Tokens};
-use crate::table::Sequence;
+use crate::sequence::Sequence;
 
 /// Children that one `fork` call may make: a bound on what a wrong count can ask for.
 const MAX_CHILDREN: usize = 1 << 20;
 
-/// What `truncate` does with blocks beyond the cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Spare {
-    /// Release them.
-    Free,
-    /// Keep in the table those that are private and hold nothing published.
-    Keep,
+/// Tables kept for use by later sequences.
+const MAX_SPARE_TABLES: usize = 256;
+
+/// What `free` gave back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Freed {
+    /// Blocks that nobody owns any more.
+    pub num_blocks: usize,
+    /// Blocks that transfers still own: they come back when those end.
+    pub num_deferred: usize,
 }
 
 impl Manager {
     /// Snapshot each sequence's computed tokens into children that share its blocks, pushed to `children` grouped by
-    /// parent. Copies nothing and takes no block. O(blocks).
+    /// parent. Copies nothing and takes no block; one reference count is touched per shared block. O(blocks).
     pub fn fork(
         &mut self,
         handles: &[SeqHandle],
@@ -43,42 +45,47 @@ impl Manager {
         }
         for (row, handle) in handles.iter().enumerate() {
             for _ in 0..num_children.at(row) {
-                let child = self.seqs[handle.key()].snapshot(self.pool.block_size);
-                for &block in &child.blocks {
-                    self.pool.share(block);
-                }
-                self.num_logical += child.blocks.len();
-                children.push(SeqHandle::of(self.seqs.insert(child)));
+                let child = self.snapshot(*handle);
+                let key = self.seqs.insert(child);
+                self.ledger.settle(&mut self.seqs[key], self.size);
+                children.push(SeqHandle::of(key));
             }
         }
         self.note_peaks();
         Ok(())
     }
 
-    /// Cut each sequence to its first `lengths` tokens; returns the blocks left without an owner. O(blocks released).
-    pub fn truncate(&mut self, handles: &[SeqHandle], lengths: Counts, spare: Spare) -> Result<usize> {
+    /// Let sequence i continue what sequence `parents[i]` of the batch has computed (beam search): all are replaced at
+    /// once, the handles stay. Steps in flight are an error. O(blocks).
+    pub fn reorder(&mut self, handles: &[SeqHandle], parents: &[i32]) -> Result<()> {
         self.check_batch(handles, true)?;
-        lengths.check("lengths", handles.len())?;
-        for (row, handle) in handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
-            let length = lengths.at(row);
-            let most = seq.num_known().max(seq.num_scheduled);
-            let least = if seq.in_flight.is_empty() { 0 } else { seq.num_scheduled };
-            if length > most || length < least {
-                let expected = match length > most {
-                    true => format!("at most its {most} tokens"),
-                    false => format!("at least {least}: a step is in flight, commit it first"),
-                };
-                return Err(Error::Row { argument: "lengths", row, got: length as i64, expected });
+        if parents.len() != handles.len() {
+            return Err(Error::Length { argument: "parents", got: parents.len(), expected: handles.len() });
+        }
+        for (row, &parent) in parents.iter().enumerate() {
+            if !(0..handles.len() as i32).contains(&parent) {
+                let expected = format!("a row of the batch, 0 to {}", handles.len().saturating_sub(1));
+                return Err(Error::Row { argument: "parents", row, got: parent.into(), expected });
+            }
+            if self.seqs[handles[row].key()].in_flight.len() > 0 {
+                let expected = "a sequence with no step in flight: commit first".to_owned();
+                return Err(Error::Row { argument: "handles", row, got: handles[row].0, expected });
             }
         }
-        let mut orphaned = 0;
-        for (row, handle) in handles.iter().enumerate() {
-            let (dropped, last_owned) = self.seqs[handle.key()].cut(lengths.at(row), spare, &mut self.pool);
-            self.num_logical -= dropped;
-            orphaned += last_owned;
+        // New owners first, then the old ones leave.
+        let moves = || parents.iter().enumerate().filter(|&(row, &parent)| row as i32 != parent);
+        let successors: Vec<Sequence> = moves().map(|(_, &p)| self.snapshot(handles[p as usize])).collect();
+        for ((row, _), mut next) in moves().zip(successors) {
+            let old = &mut self.seqs[handles[row].key()];
+            next.epoch = old.epoch.wrapping_add(1);
+            next.share = old.share;
+            next.max_tokens = old.max_tokens;
+            let mut old = std::mem::replace(old, next);
+            self.ledger.settle(&mut self.seqs[handles[row].key()], self.size);
+            old.release_all(&mut self.pool);
+            self.recycle(old);
         }
-        Ok(orphaned)
+        Ok(())
     }
 
     /// Give all blocks back and hand out the token histories; the handles stay, waiting for `allocate`. A preempted
@@ -91,8 +98,11 @@ impl Manager {
             if !self.seqs[key].is_preempted {
                 let history = self.hashed_history(&self.seqs[key]);
                 let seq = &mut self.seqs[key];
-                self.num_logical -= seq.shrink(0, &mut self.pool).0;
-                *seq = Sequence { is_preempted: true, epoch: seq.epoch, ..Sequence::new(history) };
+                seq.release_all(&mut self.pool);
+                let (epoch, seen, share, max_tokens) = (seq.epoch, seq.seen, seq.share, seq.max_tokens);
+                let empty = Sequence::new(history, seq.namespace);
+                *seq = Sequence { is_preempted: true, epoch, seen, share, max_tokens, ..empty };
+                self.ledger.settle(seq, self.size);
                 self.counters.preemptions += 1;
             }
             prompts.push(self.preparer.wrap(Arc::clone(&self.seqs[key].prompt), Some(key)));
@@ -100,121 +110,97 @@ impl Manager {
         Ok(prompts)
     }
 
-    /// End sequences; returns the blocks left without an owner. With `missing_ok` stale handles are passed over.
-    /// O(blocks).
-    pub fn free(&mut self, handles: &[SeqHandle], missing_ok: bool) -> Result<usize> {
+    /// End sequences. With `missing_ok` stale handles are passed over. O(blocks).
+    pub fn free(&mut self, handles: &[SeqHandle], missing_ok: bool) -> Result<Freed> {
         if !missing_ok {
             self.check_batch(handles, false)?;
         }
-        let mut orphaned = 0;
+        let held_before = self.pool.num_held();
+        let mut num_blocks = 0;
         for handle in handles {
             if let Some(mut seq) = self.seqs.remove(handle.key()) {
-                let (dropped, last_owned) = seq.shrink(0, &mut self.pool);
-                self.num_logical -= dropped;
-                orphaned += last_owned;
+                num_blocks += seq.release_all(&mut self.pool);
+                self.ledger.remove(&seq);
+                self.recycle(seq);
             }
         }
-        Ok(orphaned)
+        Ok(Freed { num_blocks, num_deferred: self.pool.num_held() - held_before })
     }
 
-    /// The history as a prompt: hashes known from the prompt and from published blocks are not computed again.
+    /// Blocks that `free` of these sequences alone would give back now, without those that others own or transfers hold.
+    /// O(blocks).
+    pub fn reclaimable(&mut self, handles: &[SeqHandle]) -> Result<usize> {
+        self.check_batch(handles, false)?;
+        let mut shares: std::collections::HashMap<BlockId, u32> = std::collections::HashMap::new();
+        for handle in handles {
+            for &block in self.seqs[handle.key()].blocks.iter().filter(|&&block| block != BlockId::HOLE) {
+                *shares.entry(block).or_default() += 1;
+            }
+        }
+        Ok(shares.into_iter().filter(|&(block, owned)| self.pool.refs(block) == owned).count())
+    }
+
+    fn recycle(&mut self, seq: Sequence) {
+        self.pool.namespaces.leave(seq.namespace);
+        if self.spare_tables.len() < MAX_SPARE_TABLES {
+            self.spare_tables.push(seq.blocks);
+        }
+    }
+
+    /// The computed tokens as a sequence of their own, which owns its blocks already and is not counted yet.
+    fn snapshot(&mut self, handle: SeqHandle) -> Sequence {
+        let mut blocks = self.spare_tables.pop().unwrap_or_default();
+        let parent = &mut self.seqs[handle.key()];
+        // Its tail may be shared from now on.
+        parent.room = 0;
+        let computed = parent.num_computed;
+        blocks.clear();
+        let len = self.size.blocks(computed);
+        blocks.reserve(len + len / 4 + 16);
+        blocks.extend_from_slice(&parent.blocks[..len]);
+        let parent = &self.seqs[handle.key()];
+        for &block in blocks.iter().filter(|&&block| block != BlockId::HOLE) {
+            self.pool.share(block);
+        }
+        self.pool.namespaces.join(parent.namespace);
+        let mut child = Sequence {
+            prompt_len: parent.prompt_len,
+            blocks,
+            num_holes: parent.num_holes,
+            num_computed: computed,
+            num_scheduled: computed,
+            num_reserved: computed,
+            num_published: parent.num_published,
+            tip: parent.tip,
+            unlisted: parent.unlisted,
+            ..Sequence::new(Arc::clone(&parent.prompt), parent.namespace)
+        };
+        child.retract(self.size.column(computed), &self.pool);
+        child
+    }
+
+    /// The history as a prompt: digests known from the prompt and from published blocks are not computed again.
     fn hashed_history(&self, seq: &Sequence) -> Arc<Tokens> {
         if seq.num_known() == seq.prompt.ids.len() && seq.num_known() == seq.prompt_len {
             return Arc::clone(&seq.prompt);
         }
-        let ids = self.history(seq);
-        let Some(index) = &self.pool.index else {
-            return Arc::new(Tokens { ids, hashes: Vec::new() });
-        };
-        let block_size = self.pool.block_size;
-        let mut hashes = Vec::with_capacity(ids.len() / block_size);
-        let mut parent = 0;
-        for (i, tokens) in ids.chunks_exact(block_size).enumerate() {
-            parent = if i < seq.num_published {
-                index.link(seq.blocks[i]).hash
-            } else if (i + 1) * block_size <= seq.prompt_len {
-                seq.prompt.hashes[i]
-            } else {
-                self.pool.hasher.block(parent, tokens)
-            };
-            hashes.push(parent);
-        }
-        Arc::new(Tokens { ids, hashes })
-    }
-}
-
-impl Sequence {
-    /// Release the blocks from column `len` on, tail first; returns (blocks dropped, those left without an owner).
-    pub(crate) fn shrink(&mut self, len: usize, pool: &mut Pool) -> (usize, usize) {
-        if len >= self.blocks.len() {
-            return (0, 0);
-        }
-        self.epoch += 1;
-        let dropped = self.blocks.drain(len..).rev();
-        (dropped.len(), dropped.filter(|&block| pool.release(block)).count())
-    }
-
-    /// The computed tokens as a sequence of their own, to which the caller adds its references.
-    fn snapshot(&self, block_size: usize) -> Self {
-        Self {
-            prompt_len: self.prompt_len,
-            blocks: self.blocks[..self.num_computed.div_ceil(block_size)].to_vec(),
-            num_computed: self.num_computed,
-            num_scheduled: self.num_computed,
-            num_reserved: self.num_computed,
-            num_published: self.num_published,
-            tip: self.tip,
-            ..Self::new(Arc::clone(&self.prompt))
-        }
-    }
-
-    /// Cut to `length` tokens; returns what `shrink` does.
-    fn cut(&mut self, length: usize, spare: Spare, pool: &mut Pool) -> (usize, usize) {
-        let block_size = pool.block_size;
-        let kept = length.min(self.num_reserved).div_ceil(block_size);
-        let result = match spare {
-            Spare::Free => self.shrink(kept, pool),
-            Spare::Keep => self.drop_owned_elsewhere(kept, pool),
-        };
-        self.prompt_len = self.prompt_len.min(length);
-        self.num_computed = self.num_computed.min(length);
-        self.num_scheduled = self.num_scheduled.min(length);
-        self.num_reserved = match spare {
-            Spare::Free => self.num_reserved.min(length),
-            Spare::Keep => self.num_reserved.min(self.blocks.len() * block_size),
-        };
-        if let Some(&tail) = self.blocks.get(self.num_computed / block_size) {
-            if pool.refs(tail) == 1 && !pool.is_published(tail) {
-                pool.lower_fill(tail, self.num_computed % block_size);
+        let mut known = Vec::new();
+        if self.pool.index.is_some() {
+            for (column, &block) in seq.blocks.iter().enumerate() {
+                let in_prompt = (column + 1) * self.size.get() <= seq.prompt_len;
+                if in_prompt {
+                    known.push(seq.prompt.hashes[column]);
+                } else if column < seq.num_published
+                    && block != BlockId::HOLE
+                    && self.pool.is_published(block)
+                {
+                    known.push(prefix::link(&self.pool.blocks, block).digest);
+                } else {
+                    break;
+                }
             }
+            known.truncate(seq.num_known() / self.size.get());
         }
-        if self.num_published > self.num_computed / block_size {
-            self.num_published = self.num_computed / block_size;
-            self.tip = match (self.num_published.checked_sub(1), &pool.index) {
-                (Some(last), Some(index)) => index.link(self.blocks[last]),
-                _ => Link::ROOT,
-            };
-        }
-        result
-    }
-
-    /// Release the blocks from column `len` on that are shared or published; the others hold nothing that anyone needs
-    /// and move up.
-    fn drop_owned_elsewhere(&mut self, len: usize, pool: &mut Pool) -> (usize, usize) {
-        let len = len.min(self.blocks.len());
-        let beyond = self.blocks.split_off(len);
-        let (mut spares, mut orphaned, total) = (Vec::new(), 0, beyond.len());
-        for block in beyond.into_iter().rev() {
-            if pool.refs(block) == 1 && !pool.is_published(block) {
-                pool.lower_fill(block, 0);
-                spares.push(block);
-            } else {
-                orphaned += usize::from(pool.release(block));
-            }
-        }
-        spares.reverse();
-        self.epoch += 1;
-        self.blocks.append(&mut spares);
-        (total - (self.blocks.len() - len), orphaned)
+        Arc::new(self.preparer.tokens(seq.history(&self.pool), seq.prompt.keys.cut(seq.num_known()), &known))
     }
 }

@@ -1,18 +1,43 @@
 //! The manager: one pool, its sequences, its counters. Imports everything below it; the verbs stand in `admission`,
-//! `step`, `commit` and `lifetime`, one group a file.
+//! `step`, `commit`, `lifetime`, `cut` and `transfer`, one group a file.
 //!
 //! Invariant: a verb checks its whole batch before it changes anything, so an error or a refusal leaves no trace.
 
 use slotmap::SlotMap;
 
+use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
+use crate::free_list::Reuse;
 use crate::hash::BlockHasher;
-use crate::ids::{BlockId, SeqHandle, SeqKey};
+use crate::ids::{BlockId, SeqHandle, SeqKey, TransferKey};
+use crate::keys::{namespace_matches, Keys};
 use crate::pool::Pool;
 use crate::prompt::Preparer;
-use crate::stats::Counters;
+use crate::sequence::{Cursors, Sequence, Share};
+use crate::stats::{Counters, Series};
 use crate::step::RowPlan;
-use crate::table::{Cursors, Sequence};
+use crate::transfer::Transfer;
+
+/// How much of a prompt a full hit leaves to compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FullHit {
+    /// Its last block: `floor((n - 1) / block_size)` blocks are hits, nothing is copied.
+    #[default]
+    WholeBlock,
+    /// Its last token: n - 1 tokens are hits, the last block is copied when that token is written.
+    Token,
+}
+
+/// When a block that a step fills becomes findable.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Publish {
+    /// When the step is committed.
+    #[default]
+    OnCommit,
+    /// When the step is scheduled, if its ids are known: later rows of the same step may hit it. Such a step must run, or
+    /// be aborted.
+    OnSchedule,
+}
 
 /// What a manager is built from.
 #[derive(Clone, Debug)]
@@ -27,6 +52,37 @@ pub struct Config {
     pub watermark_blocks: usize,
     /// Keep block 0 back as padding: it is never handed out, so `num_blocks - 1` can be allocated.
     pub null_block: bool,
+    /// See [`FullHit`].
+    pub full_hit: FullHit,
+    /// See [`Publish`].
+    pub publish: Publish,
+    /// Let a sequence give up a block that holds the same as an older one, and use that.
+    pub merge: bool,
+    /// See [`Reuse`].
+    pub reuse: Reuse,
+    /// Take a sample of the counters every so many steps (0: never), and keep the last `series_len` of them.
+    pub series_every: usize,
+    /// See `series_every`.
+    pub series_len: usize,
+}
+
+impl Config {
+    /// The defaults around a size.
+    pub fn new(num_blocks: usize, block_size: usize, hasher: Option<BlockHasher>) -> Self {
+        Self {
+            num_blocks,
+            block_size,
+            hasher,
+            watermark_blocks: 0,
+            null_block: true,
+            full_hit: FullHit::default(),
+            publish: Publish::default(),
+            merge: false,
+            reuse: Reuse::default(),
+            series_every: 0,
+            series_len: 0,
+        }
+    }
 }
 
 /// Why a request was not served; nothing has changed.
@@ -49,28 +105,61 @@ pub enum Refusal {
 /// An answer that may be a refusal.
 pub(crate) type Answer<T> = Result<std::result::Result<T, Refusal>>;
 
+/// Sums over all sequences of what each has a share in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Ledger(pub Share);
+
+impl Ledger {
+    /// Count a sequence as it is now, in place of how it was counted last. O(1).
+    #[inline]
+    pub fn settle(&mut self, seq: &mut Sequence, size: BlockSize) {
+        self.replace(seq.share, seq.share_now(size));
+        seq.share = seq.share_now(size);
+    }
+
+    /// Stop counting a sequence. O(1).
+    pub fn remove(&mut self, seq: &Sequence) {
+        self.replace(seq.share, Share::default());
+    }
+
+    #[inline]
+    fn replace(&mut self, old: Share, new: Share) {
+        let total = &mut self.0;
+        total.blocks = total.blocks + new.blocks - old.blocks;
+        total.promised = total.promised + new.promised - old.promised;
+        total.ahead = total.ahead + new.ahead - old.ahead;
+    }
+}
+
 /// Allocator of the blocks of one paged KV cache.
 pub struct Manager {
+    pub(crate) size: BlockSize,
     pub(crate) pool: Pool,
     pub(crate) seqs: SlotMap<SeqKey, Sequence>,
+    pub(crate) transfers: SlotMap<TransferKey, Transfer>,
     pub(crate) watermark: usize,
     pub(crate) null_block: bool,
-    /// Sum of the lengths of all block tables.
-    pub(crate) num_logical: usize,
+    pub(crate) full_hit: FullHit,
+    pub(crate) publish: Publish,
+    pub(crate) merge: bool,
+    pub(crate) ledger: Ledger,
     pub(crate) counters: Counters,
+    pub(crate) series: Series,
     pub(crate) preparer: Preparer,
     /// Number of the last batch call, written into each sequence it names.
-    pub(crate) batch: u64,
+    pub(crate) batch: u32,
     /// Scratch of an admission: the cached blocks found.
     pub(crate) hits: Vec<BlockId>,
-    /// Scratch of a step: what each row needs.
+    /// Scratch of a step: the rows that need something from the pool.
     pub(crate) plan: Vec<RowPlan>,
+    /// Tables of ended sequences, to be used again.
+    pub(crate) spare_tables: Vec<Vec<BlockId>>,
 }
 
 impl Manager {
     /// A manager over `config.num_blocks` blocks. O(num_blocks) address space; memory is touched as blocks are used.
     pub fn new(config: Config) -> Result<Self> {
-        let Config { num_blocks, block_size, hasher, watermark_blocks, null_block } = config;
+        let Config { num_blocks, block_size, hasher, watermark_blocks, null_block, .. } = config;
         let first = usize::from(null_block);
         let value = |argument, got: usize, expected: String| {
             Err(Error::Value { argument, got: i64::try_from(got).unwrap_or(i64::MAX), expected })
@@ -89,39 +178,48 @@ impl Manager {
                 format!("at most {} blocks", num_blocks - first),
             );
         }
-        // Ask before taking: an allocation that fails inside would end the process.
-        let bytes =
-            num_blocks.checked_mul(block_size).and_then(|slots| (num_blocks * 64).checked_add(slots * 4));
-        if bytes.is_none_or(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_err()) {
-            let slots = (num_blocks as u128 * block_size as u128).min(i64::MAX as u128) as usize;
+        if config.series_len > 1 << 24 {
+            return value("series_len", config.series_len, format!("at most {}", 1 << 24));
+        }
+        let Some(pool) =
+            Pool::new(first as u32, num_blocks as u32, BlockSize::new(block_size), hasher, config.reuse)
+        else {
+            let slots = num_blocks.saturating_mul(block_size);
             return value(
                 "num_blocks * block_size",
                 slots,
                 "a number of token ids that fits into memory".into(),
             );
-        }
+        };
         Ok(Self {
-            preparer: Preparer::new(hasher.clone(), block_size),
-            pool: Pool::new(first as u32, num_blocks as u32, block_size, hasher),
+            size: BlockSize::new(block_size),
+            pool,
             seqs: SlotMap::with_key(),
+            transfers: SlotMap::with_key(),
             watermark: watermark_blocks,
             null_block,
-            num_logical: 0,
+            full_hit: config.full_hit,
+            publish: config.publish,
+            merge: config.merge,
+            ledger: Ledger::default(),
             counters: Counters::default(),
+            series: Series::new(config.series_every, config.series_len),
+            preparer: Preparer::new(hasher, block_size),
             batch: 0,
             hits: Vec::new(),
             plan: Vec::new(),
+            spare_tables: Vec::new(),
         })
     }
 
     /// Tokens per block.
     pub fn block_size(&self) -> usize {
-        self.pool.block_size
+        self.size.get()
     }
 
     /// Blocks that can be allocated.
     pub fn capacity(&self) -> usize {
-        self.pool.capacity() as usize
+        self.pool.capacity()
     }
 
     /// What pads block tables: the null block, or -1 without one.
@@ -143,19 +241,60 @@ impl Manager {
         self.sequence(handle).map(Sequence::cursors)
     }
 
-    /// Block table of a sequence; a snapshot as soon as the manager is used again. O(1).
+    /// Block table of a sequence, `BlockId::HOLE` for dropped blocks; a snapshot as soon as the manager is used again.
     pub fn block_table(&self, handle: SeqHandle) -> Result<&[BlockId]> {
         self.sequence(handle).map(|seq| &seq.blocks[..])
     }
 
     /// Known token ids of a sequence. O(tokens).
     pub fn tokens(&self, handle: SeqHandle) -> Result<Vec<u32>> {
-        self.sequence(handle).map(|seq| self.history(seq))
+        self.sequence(handle).map(|seq| seq.history(&self.pool))
     }
 
-    /// Forget every cached block; returns how many. O(cached blocks).
+    /// Declare how long sequences may become: admissions leave room for them to get there. O(n).
+    pub fn set_max_tokens(&mut self, handles: &[SeqHandle], max_tokens: Counts) -> Result<()> {
+        self.check_batch(handles, false)?;
+        max_tokens.check("max_tokens", handles.len())?;
+        for (row, handle) in handles.iter().enumerate() {
+            let seq = &mut self.seqs[handle.key()];
+            seq.max_tokens = Some(max_tokens.at(row));
+            self.ledger.settle(seq, self.size);
+        }
+        Ok(())
+    }
+
+    /// Forget every cached block that nobody owns; returns how many. O(cached blocks).
     pub fn reset_prefix_cache(&mut self) -> usize {
-        self.pool.drop_cached() as usize
+        self.pool.drop_cached(|_| true)
+    }
+
+    /// Make everything of a namespace unfindable: of all that have the adapter and the salt that are given. Returns the
+    /// blocks concerned, those still in use included. What their sequences compute from now on is not published. O(num_blocks).
+    pub fn drop_namespace(&mut self, wanted: &Keys) -> Result<usize> {
+        if wanted.adapter.is_none() && wanted.salt.is_none() {
+            let expected = "an adapter, a salt, or both".to_owned();
+            return Err(Error::Value { argument: "number of keys", got: 0, expected });
+        }
+        let chosen: Vec<u32> = self
+            .pool
+            .namespaces
+            .iter()
+            .filter(|(_, keys, _, _)| namespace_matches(keys, wanted))
+            .map(|(index, ..)| index)
+            .collect();
+        let published: Vec<_> = self
+            .pool
+            .ids()
+            .filter(|&block| self.pool.is_published(block))
+            .filter(|&block| chosen.contains(&self.pool.blocks[block].namespace))
+            .collect();
+        for &block in &published {
+            self.pool.withdraw(block);
+        }
+        for seq in self.seqs.values_mut().filter(|seq| chosen.contains(&seq.namespace)) {
+            seq.unlisted = true;
+        }
+        Ok(published.len())
     }
 
     pub(crate) fn sequence(&self, handle: SeqHandle) -> Result<&Sequence> {
@@ -164,37 +303,42 @@ impl Manager {
 
     /// Check that a batch names each sequence once; `resident` ones only where the verb needs blocks. O(n).
     pub(crate) fn check_batch(&mut self, handles: &[SeqHandle], resident: bool) -> Result<()> {
-        self.batch += 1;
+        self.next_batch();
         for &handle in handles {
             let seq = self.seqs.get_mut(handle.key()).ok_or(Error::StaleHandle(handle))?;
-            if seq.seen == self.batch {
-                return Err(Error::DuplicateHandle(handle));
-            }
-            if resident && seq.is_preempted {
-                return Err(Error::Preempted(handle));
-            }
-            seq.seen = self.batch;
+            check_member(seq, handle, self.batch, resident)?;
         }
         Ok(())
     }
 
-    /// Ids of the known tokens: computed ones beside their blocks, the rest in the prompt. O(tokens).
-    pub(crate) fn history(&self, seq: &Sequence) -> Vec<u32> {
-        let mut ids = Vec::with_capacity(seq.num_known());
-        for (i, &block) in seq.blocks.iter().enumerate() {
-            let computed =
-                seq.num_computed.saturating_sub(i * self.pool.block_size).min(self.pool.block_size);
-            ids.extend_from_slice(&self.pool.tokens.of(block)[..computed]);
+    /// Begin a batch call: no sequence has been seen in it.
+    pub(crate) fn next_batch(&mut self) {
+        self.batch = self.batch.wrapping_add(1);
+        if self.batch == 0 {
+            // After 2**32 calls an old mark could be taken for a new one.
+            self.seqs.values_mut().for_each(|seq| seq.seen = 0);
+            self.batch = 1;
         }
-        ids.extend_from_slice(seq.prompt.ids.get(ids.len()..seq.prompt_len).unwrap_or_default());
-        ids
     }
 
     pub(crate) fn note_peaks(&mut self) {
-        let (live, logical) = (self.pool.num_live() as usize, self.num_logical);
+        let (live, logical) = (self.pool.num_live(), self.ledger.0.blocks);
         self.counters.peak_live_blocks = self.counters.peak_live_blocks.max(live);
         self.counters.peak_logical_blocks = self.counters.peak_logical_blocks.max(logical);
     }
+}
+
+/// Mark a sequence as seen in a batch; an error if it was, or if it is preempted where that matters.
+#[inline]
+pub(crate) fn check_member(seq: &mut Sequence, handle: SeqHandle, batch: u32, resident: bool) -> Result<()> {
+    if seq.seen == batch {
+        return Err(Error::DuplicateHandle(handle));
+    }
+    if resident && seq.is_preempted {
+        return Err(Error::Preempted(handle));
+    }
+    seq.seen = batch;
+    Ok(())
 }
 
 /// One count for a whole batch, or one a row.

@@ -1,24 +1,35 @@
-//! The blocks of one cache and the state of each: free, live or cached. Imports `free_list`, `hash`, `ids`, `prefix`.
+//! The blocks of one cache and the state of each: free, live, cached or held. Imports `block_size`,
+//! `blocks`, `free_list`, `hash`, `ids`, `namespaces`, `prefix`, `prompt`.
 //!
-//! Invariants: a block is live while `refs >= 1`, cached while `refs == 0` and published, else free; the counters
-//! follow from that, so free + live + cached == capacity. A block leaves the pool with exactly one reference. `fill` of
-//! a block is its written high-water mark; `used_slots` is the sum of `fill` over live blocks.
+//! Invariants: a block is live while a sequence owns it, held while only transfers do, cached while nobody does and it
+//! is published, else free; the counters follow, so free + live + cached + held == capacity. A block leaves the pool
+//! with exactly one reference. `fill` of a block is its written high-water mark; `used_slots` sums it over live blocks.
 
-use crate::free_list::FreeList;
-use crate::hash::BlockHasher;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::block_size::BlockSize;
+use crate::blocks::Blocks;
+use crate::free_list::{FreeList, Reuse};
+use crate::hash::{Algorithm, BlockHasher, Digest};
 use crate::ids::BlockId;
-use crate::prefix::{ContentId, Link, PrefixIndex, TokenStore};
+use crate::namespaces::Namespaces;
+use crate::prefix::{self, Content, ContentId, Link, PrefixIndex};
+use crate::prompt::Tokens;
 
 pub(crate) struct Pool {
-    pub block_size: usize,
+    pub block_size: BlockSize,
     first: u32,
     num_blocks: u32,
-    refs: Vec<u32>,
-    fill: Vec<u32>,
     num_live: u32,
+    num_held: u32,
+    num_cached: u32,
     used_slots: u64,
-    pub lists: FreeList,
-    pub tokens: TokenStore,
+    pub list: FreeList,
+    pub blocks: Blocks,
+    pub namespaces: Namespaces,
+    /// References that transfers hold, of the blocks that have any.
+    pub holds: HashMap<BlockId, u32>,
     /// None when the prefix cache is off: then nothing is hashed, published or looked up.
     pub index: Option<PrefixIndex>,
     pub hasher: BlockHasher,
@@ -27,23 +38,33 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    pub fn new(first: u32, num_blocks: u32, block_size: usize, hasher: Option<BlockHasher>) -> Self {
+    /// None if the memory cannot be had.
+    pub fn new(
+        first: u32,
+        num_blocks: u32,
+        block_size: BlockSize,
+        hasher: Option<BlockHasher>,
+        reuse: Reuse,
+    ) -> Option<Self> {
         let n = num_blocks as usize;
-        Self {
+        let wide = hasher.is_some_and(|hasher| hasher.algorithm == Algorithm::Sha256);
+        Some(Self {
             block_size,
             first,
             num_blocks,
-            refs: vec![0; n],
-            fill: vec![0; n],
             num_live: 0,
+            num_held: 0,
+            num_cached: 0,
             used_slots: 0,
-            lists: FreeList::new(first, num_blocks),
-            tokens: TokenStore::new(n, block_size),
-            index: hasher.is_some().then(|| PrefixIndex::new(n)),
-            hasher: hasher.unwrap_or_else(|| BlockHasher::new(0)),
+            list: FreeList::new(first, num_blocks, reuse)?,
+            blocks: Blocks::new(n, block_size.get(), wide)?,
+            namespaces: Namespaces::new(),
+            holds: HashMap::new(),
+            index: if hasher.is_some() { Some(PrefixIndex::new(n)?) } else { None },
+            hasher: hasher.unwrap_or(BlockHasher { algorithm: Algorithm::Xxh3, seed: 0 }),
             evictions: 0,
             collisions: 0,
-        }
+        })
     }
 
     /// Ids that can be handed out.
@@ -52,113 +73,212 @@ impl Pool {
     }
 
     /// Whether an id is one that can be handed out.
-    pub fn holds(&self, block: BlockId) -> bool {
+    pub fn holds_id(&self, block: BlockId) -> bool {
         (self.first..self.num_blocks).contains(&block.0)
     }
 
-    pub fn capacity(&self) -> u32 {
-        self.num_blocks - self.first
+    pub fn capacity(&self) -> usize {
+        (self.num_blocks - self.first) as usize
     }
 
-    pub fn num_live(&self) -> u32 {
-        self.num_live
+    pub fn num_live(&self) -> usize {
+        self.num_live as usize
+    }
+
+    pub fn num_held(&self) -> usize {
+        self.num_held as usize
+    }
+
+    pub fn num_cached(&self) -> usize {
+        self.num_cached as usize
+    }
+
+    pub fn num_free(&self) -> usize {
+        self.num_available() - self.num_cached()
     }
 
     /// Blocks that `take` can hand out, evictions included. O(1).
-    pub fn num_available(&self) -> u32 {
-        self.lists.num_free() + self.lists.num_cached()
+    #[inline]
+    pub fn num_available(&self) -> usize {
+        (self.list.num_unqueued() + self.list.num_queued()) as usize
     }
 
     pub fn used_slots(&self) -> u64 {
         self.used_slots
     }
 
+    #[inline]
     pub fn refs(&self, block: BlockId) -> u32 {
-        self.refs[block.index()]
+        self.blocks[block].refs
     }
 
-    pub fn fill(&self, block: BlockId) -> u32 {
-        self.fill[block.index()]
+    pub fn fill(&self, block: BlockId) -> usize {
+        self.blocks[block].fill as usize
     }
 
+    #[inline]
     pub fn is_published(&self, block: BlockId) -> bool {
-        self.index.as_ref().is_some_and(|index| index.is_published(block))
+        prefix::is_published(&self.blocks, block)
+    }
+
+    /// Whether one owner alone may write into the block as it is.
+    #[inline]
+    pub fn is_private(&self, block: BlockId) -> bool {
+        self.refs(block) == 1 && !self.is_published(block)
     }
 
     /// Hand out a block with one reference and no content: a free one, else the least recently used cached one. O(1).
-    pub fn take(&mut self) -> Option<BlockId> {
-        let block = self.lists.pop_free().or_else(|| self.evict())?;
-        self.refs[block.index()] = 1;
+    #[inline]
+    pub fn take(&mut self, namespace: u32) -> Option<BlockId> {
+        let block = match self.list.pop_unqueued() {
+            Some(block) => block,
+            None => self.pop_queued()?,
+        };
+        let record = &mut self.blocks[block];
+        (record.refs, record.fill, record.namespace) = (1, 0, namespace);
         self.num_live += 1;
+        self.namespaces.usage(namespace).live_blocks += 1;
         Some(block)
     }
 
-    /// Add an owner to a live or cached block; its content stays. O(1).
+    /// Add a sequence to the owners of a live, held or cached block; its content stays. O(1).
+    #[inline]
     pub fn share(&mut self, block: BlockId) {
-        let refs = &mut self.refs[block.index()];
-        *refs += 1;
-        if *refs == 1 {
-            self.lists.unlink_cached(block);
-            self.num_live += 1;
-            self.used_slots += u64::from(self.fill[block.index()]);
+        let refs = self.blocks[block].refs;
+        self.blocks[block].refs = refs + 1;
+        if refs == 0 {
+            self.list.unlink(block, &mut self.blocks);
+            self.num_cached -= 1;
+            let namespace = self.blocks[block].namespace;
+            self.namespaces.usage(namespace).cached_blocks -= 1;
+            self.become_live(block);
+        } else if self.is_held(block, refs) {
+            self.num_held -= 1;
+            self.become_live(block);
         }
     }
 
-    /// Remove an owner; true if it was the last. The block is then cached if published, else free. O(1).
+    /// Remove a sequence from the owners; true if nobody owns the block any more. It is then cached if published, else
+    /// free. O(1).
+    #[inline]
     pub fn release(&mut self, block: BlockId) -> bool {
-        let refs = &mut self.refs[block.index()];
-        *refs -= 1;
-        if *refs > 0 {
+        let record = &mut self.blocks[block];
+        record.refs -= 1;
+        let (refs, fill, namespace) = (record.refs, record.fill, record.namespace);
+        if refs > 0 && !self.is_held(block, refs) {
             return false;
         }
         self.num_live -= 1;
-        self.used_slots -= u64::from(self.fill[block.index()]);
-        if self.is_published(block) {
-            self.lists.push_cached(block);
-        } else {
-            self.fill[block.index()] = 0;
-            self.lists.push_free(block);
+        self.used_slots -= u64::from(fill);
+        let usage = self.namespaces.usage(namespace);
+        usage.live_blocks -= 1;
+        usage.used_slots -= u64::from(fill);
+        if refs > 0 {
+            self.num_held += 1;
+            return false;
         }
+        self.put_back(block);
         true
     }
 
-    /// Undo the `release` of a block that kept other owners (a plan that was refused).
-    pub fn restore(&mut self, block: BlockId) {
-        self.refs[block.index()] += 1;
+    /// Add a transfer to the owners of a live block. O(1).
+    pub fn hold(&mut self, block: BlockId) {
+        self.blocks[block].refs += 1;
+        *self.holds.entry(block).or_default() += 1;
+    }
+
+    /// Remove a transfer from the owners; true if nobody owns the block any more. O(1).
+    pub fn unhold(&mut self, block: BlockId) -> bool {
+        if let Some(holds) = self.holds.get_mut(&block) {
+            *holds -= 1;
+            if *holds == 0 {
+                self.holds.remove(&block);
+            }
+        }
+        self.blocks[block].refs -= 1;
+        if self.blocks[block].refs > 0 {
+            return false;
+        }
+        self.num_held -= 1;
+        self.put_back(block);
+        true
+    }
+
+    /// Whether `refs` references are all transfers'.
+    #[inline]
+    fn is_held(&self, block: BlockId, refs: u32) -> bool {
+        !self.holds.is_empty() && self.holds.get(&block) == Some(&refs)
+    }
+
+    fn become_live(&mut self, block: BlockId) {
+        let (fill, namespace) = (self.blocks[block].fill, self.blocks[block].namespace);
+        self.num_live += 1;
+        self.used_slots += u64::from(fill);
+        let usage = self.namespaces.usage(namespace);
+        usage.live_blocks += 1;
+        usage.used_slots += u64::from(fill);
+    }
+
+    #[inline]
+    fn put_back(&mut self, block: BlockId) {
+        if self.is_published(block) {
+            let namespace = self.blocks[block].namespace;
+            self.namespaces.usage(namespace).cached_blocks += 1;
+            self.num_cached += 1;
+            self.list.push_back(block, &mut self.blocks);
+        } else {
+            self.list.push_unpublished(block, &mut self.blocks);
+        }
     }
 
     /// Raise the written high-water mark of a live block. O(1).
+    #[inline]
     pub fn raise_fill(&mut self, block: BlockId, fill: usize) {
-        let mark = &mut self.fill[block.index()];
-        let raised = (fill as u32).saturating_sub(*mark);
-        *mark += raised;
+        let record = &mut self.blocks[block];
+        let raised = (fill as u32).saturating_sub(record.fill);
+        record.fill += raised;
+        let namespace = record.namespace;
         self.used_slots += u64::from(raised);
+        self.namespaces.usage(namespace).used_slots += u64::from(raised);
     }
 
     /// Lower the mark of a live block to `fill`; for its sole owner only. O(1).
     pub fn lower_fill(&mut self, block: BlockId, fill: usize) {
-        let mark = &mut self.fill[block.index()];
-        let lowered = mark.saturating_sub(fill as u32);
-        *mark -= lowered;
+        let record = &mut self.blocks[block];
+        let lowered = record.fill.saturating_sub(fill as u32);
+        record.fill -= lowered;
+        let namespace = record.namespace;
         self.used_slots -= u64::from(lowered);
+        self.namespaces.usage(namespace).used_slots -= u64::from(lowered);
     }
 
-    /// Make a live block's content unfindable, before its sole owner overwrites it. O(1).
+    /// Make a block's content unfindable. A cached block is then free. O(1).
     pub fn withdraw(&mut self, block: BlockId) {
-        if let Some(index) = &mut self.index {
-            index.withdraw(block);
+        let Some(index) = &mut self.index else { return };
+        index.withdraw(block, &mut self.blocks);
+        let (refs, namespace) = (self.blocks[block].refs, self.blocks[block].namespace);
+        if refs == 0 {
+            self.list.unlink(block, &mut self.blocks);
+            self.num_cached -= 1;
+            self.namespaces.usage(namespace).cached_blocks -= 1;
+            self.list.push_unpublished(block, &mut self.blocks);
         }
+        self.namespaces.drop_ref(namespace);
     }
 
-    /// The longest run of published blocks that hold the leading blocks of `tokens`, pushed to `hits`. No side effect
-    /// but the count of collisions. O(hits).
-    pub fn find_prefix(&mut self, tokens: &[u32], hashes: &[u128], max: usize, hits: &mut Vec<BlockId>) {
-        let Some(index) = &self.index else { return };
-        let mut parent = ContentId::ROOT;
-        for (tokens, &hash) in tokens.chunks_exact(self.block_size).zip(hashes).take(max) {
-            match index.find(hash, parent, tokens, &self.tokens, &mut self.collisions) {
+    /// The longest run of published blocks that hold the leading blocks of a prompt, pushed to `hits`. O(hits).
+    pub fn find_prefix(&mut self, prompt: &Tokens, most: usize, hits: &mut Vec<BlockId>) {
+        let (Some(index), Some(namespace)) = (&self.index, self.namespaces.find(&prompt.namespace)) else {
+            return;
+        };
+        let mut parent = ContentId::root(namespace);
+        let blocks =
+            prompt.ids.chunks_exact(self.block_size.get()).zip(&prompt.hashes).enumerate().take(most);
+        for (i, (tokens, &digest)) in blocks {
+            let wanted = Content { digest, parent, tokens, extra: prompt.extra(i) };
+            match index.find(wanted, &self.blocks, &mut self.collisions) {
                 Some(block) => {
-                    parent = index.link(block).content;
+                    parent = ContentId(self.blocks[block].content());
                     hits.push(block);
                 }
                 None => return,
@@ -166,28 +286,52 @@ impl Pool {
         }
     }
 
-    /// Publish a full live block after `parent`; `hash` where it is known already. O(block_size).
-    pub fn publish(&mut self, block: BlockId, parent: Link, hash: Option<u128>) -> Option<Link> {
+    /// Publish a full live block after `parent`; `digest` where it is known already. Returns its chain value, and the
+    /// older block with the same content if there is one. O(block_size).
+    #[inline]
+    pub fn publish(
+        &mut self,
+        block: BlockId,
+        parent: Link,
+        digest: Option<Digest>,
+        extra: Option<&Arc<[u8]>>,
+    ) -> Option<(Link, Option<BlockId>)> {
         let index = self.index.as_mut()?;
-        let hash = hash.unwrap_or_else(|| self.hasher.block(parent.hash, self.tokens.of(block)));
-        Some(index.publish(block, hash, parent.content, &self.tokens))
+        let digest = digest.unwrap_or_else(|| {
+            self.hasher.block(parent.digest, self.blocks.tokens(block), extra.map_or(&[], |extra| &extra[..]))
+        });
+        self.namespaces.add_ref(self.blocks[block].namespace);
+        Some(index.publish(block, digest, parent.content, extra, &mut self.blocks))
     }
 
-    /// Drop every cached block; returns how many. O(cached).
-    pub fn drop_cached(&mut self) -> u32 {
-        let dropped = self.lists.num_cached();
-        while let Some(block) = self.evict() {
-            self.evictions -= 1;
-            self.lists.push_free(block);
+    /// Drop the cached blocks that `which` chooses by namespace; returns how many. O(cached blocks).
+    pub fn drop_cached(&mut self, mut which: impl FnMut(u32) -> bool) -> usize {
+        let chosen: Vec<_> = self
+            .list
+            .queued(&self.blocks)
+            .filter(|&block| self.is_published(block) && which(self.blocks[block].namespace))
+            .collect();
+        for &block in &chosen {
+            self.withdraw(block);
         }
-        dropped
+        chosen.len()
     }
 
-    fn evict(&mut self) -> Option<BlockId> {
-        let block = self.lists.pop_cached()?;
-        self.withdraw(block);
-        self.fill[block.index()] = 0;
-        self.evictions += 1;
+    /// Take the front of the queue, evicting its content.
+    fn pop_queued(&mut self) -> Option<BlockId> {
+        let block = self.list.front()?;
+        self.list.unlink(block, &mut self.blocks);
+        match &mut self.index {
+            Some(index) if prefix::is_published(&self.blocks, block) => {
+                let namespace = self.blocks[block].namespace;
+                index.withdraw(block, &mut self.blocks);
+                self.evictions += 1;
+                self.num_cached -= 1;
+                self.namespaces.usage(namespace).cached_blocks -= 1;
+                self.namespaces.drop_ref(namespace);
+            }
+            _ => self.list.note_taken(block),
+        }
         Some(block)
     }
 }

@@ -1,159 +1,186 @@
-//! The prefix cache's index: from content to a block that holds it. Imports `hash`, `ids`.
+//! The prefix cache's index: from content to a block that holds it. Imports `blocks`, `hash`, `ids`.
 //!
-//! Content is compared, never trusted to a hash. Comparing whole prefixes would cost O(prefix) a block, so each distinct
-//! (parent content, tokens) is given a [`ContentId`] when first published: two published blocks have the same content
-//! id if and only if they hold the K/V of the same token prefix. A candidate found by hash is a hit if its tokens and
-//! its *parent's content id* are equal; by induction from the root no collision can pass.
+//! Content is compared, never trusted to a digest. Comparing whole prefixes would cost O(prefix) a block, so each
+//! distinct (parent content, tokens, extra keys) is given a [`ContentId`] when first published: two published blocks
+//! have the same content id if and only if they hold the K/V of the same prefix under the same keys. A candidate found
+//! by digest is a hit if its tokens, its extra keys and its *parent's content id* are equal; by induction from the root
+//! of its namespace no collision can pass.
+//!
+//! The table is open addressing with linear probing. An entry holds 32 bits of the digest, which fix where its probe
+//! starts, so neither a probe nor a removal touches another block's record without need; removal shifts entries back,
+//! so there are no tombstones and no rehash.
 //!
 //! Invariant: every published block is either the one the table names for its content (the oldest) or among the twins
 //! of that content, in the order of publication; withdrawing a block removes exactly itself.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use hashbrown::HashTable;
-
+use crate::blocks::Blocks;
+use crate::hash::Digest;
 use crate::ids::BlockId;
 
-/// Identity of a published token prefix; never reused.
+/// Identity of a published prefix; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct ContentId(u64);
+pub(crate) struct ContentId(pub u64);
+
+/// Set in the ids of the roots, one a namespace, which nothing is published under.
+const ROOT: u64 = 1 << 62;
+/// Set in a record's parent if the block has extra keys.
+const HAS_EXTRA: u64 = 1 << 63;
+/// The content of a block that is not published.
+const UNPUBLISHED: u64 = 0;
 
 impl ContentId {
-    /// The empty prefix: parent of every first block.
-    pub const ROOT: Self = Self(0);
-}
+    /// The empty prefix of the namespace with this index: parent of its first blocks.
+    pub fn root(namespace: u32) -> Self {
+        Self(ROOT | u64::from(namespace))
+    }
 
-/// What stands in the `content` array for a block that is not published (only `parent` may be the root).
-const UNPUBLISHED: u64 = 0;
+    fn as_parent(self, extra: Option<&Arc<[u8]>>) -> u64 {
+        self.0 | if extra.is_some() { HAS_EXTRA } else { 0 }
+    }
+}
 
 /// The chain value of a block: what its successor needs as parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Link {
-    pub hash: u128,
+    pub digest: Digest,
     pub content: ContentId,
 }
 
-impl Link {
-    /// Before the first block.
-    pub const ROOT: Self = Self { hash: 0, content: ContentId::ROOT };
-}
-
-/// Token ids of every block, beside the block: `block_size` entries each.
-pub(crate) struct TokenStore {
-    ids: Vec<u32>,
-    block_size: usize,
-}
-
-impl TokenStore {
-    pub fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self { ids: vec![0; num_blocks * block_size], block_size }
-    }
-
-    pub fn of(&self, block: BlockId) -> &[u32] {
-        let start = block.index() * self.block_size;
-        &self.ids[start..start + self.block_size]
-    }
-
-    pub fn write(&mut self, block: BlockId, offset: usize, tokens: &[u32]) {
-        let start = block.index() * self.block_size + offset;
-        self.ids[start..start + tokens.len()].copy_from_slice(tokens);
-    }
-
-    pub fn copy(&mut self, src: BlockId, dst: BlockId, len: usize) {
-        let (src, dst) = (src.index() * self.block_size, dst.index() * self.block_size);
-        self.ids.copy_within(src..src + len, dst);
-    }
+/// Content to look up, or to publish.
+#[derive(Clone, Copy)]
+pub(crate) struct Content<'a> {
+    pub digest: Digest,
+    pub parent: ContentId,
+    pub tokens: &'a [u32],
+    pub extra: Option<&'a Arc<[u8]>>,
 }
 
 /// Finds published blocks by content.
 pub(crate) struct PrefixIndex {
-    table: HashTable<BlockId>,
+    /// `digest bits << 32 | block id + 1`; 0 is empty.
+    table: Vec<u64>,
+    num_entries: usize,
     /// Later blocks of a content that the table already names, oldest first. Duplicates are rare: two requests that
     /// computed the same block at the same time.
     twins: HashMap<ContentId, Vec<BlockId>>,
-    hash: Vec<u128>,
-    content: Vec<u64>,
-    parent: Vec<u64>,
     next_content: u64,
 }
 
+#[inline]
+fn fragment(digest: Digest) -> u32 {
+    digest.low as u32
+}
+
+#[inline]
+fn entry(fragment: u32, block: BlockId) -> u64 {
+    u64::from(fragment) << 32 | u64::from(block.0 + 1)
+}
+
+#[inline]
+fn block_of(entry: u64) -> BlockId {
+    BlockId(entry as u32 - 1)
+}
+
+pub(crate) fn is_published(blocks: &Blocks, block: BlockId) -> bool {
+    blocks[block].content() != UNPUBLISHED
+}
+
+/// Digest and content of a published block.
+pub(crate) fn link(blocks: &Blocks, block: BlockId) -> Link {
+    Link { digest: blocks.digest(block), content: ContentId(blocks[block].content()) }
+}
+
 impl PrefixIndex {
-    /// An index for `num_blocks` blocks. It never grows: the table holds at most one entry a block.
-    pub fn new(num_blocks: usize) -> Self {
-        Self {
-            table: HashTable::with_capacity(num_blocks),
-            twins: HashMap::new(),
-            hash: vec![0; num_blocks],
-            content: vec![0; num_blocks],
-            parent: vec![0; num_blocks],
-            next_content: 1,
+    /// An index for `num_blocks` blocks, which never grows; None if the memory cannot be had.
+    pub fn new(num_blocks: usize) -> Option<Self> {
+        // At most 5/7 full: short probes at 11.2 bytes a block.
+        let table = bytemuck::try_zeroed_vec((num_blocks * 7).div_ceil(5) + 1).ok()?;
+        Some(Self { table, num_entries: 0, twins: HashMap::new(), next_content: 1 })
+    }
+
+    /// The oldest block with this content. `collisions` grows by the blocks met that have the same digest and other
+    /// content. O(1) expected.
+    #[inline]
+    pub fn find(&self, wanted: Content, blocks: &Blocks, collisions: &mut u64) -> Option<BlockId> {
+        let fragment = fragment(wanted.digest);
+        let parent = wanted.parent.as_parent(wanted.extra);
+        let mut at = self.home(fragment);
+        loop {
+            let entry = self.table[at];
+            if entry == 0 {
+                return None;
+            }
+            if (entry >> 32) as u32 == fragment {
+                let block = block_of(entry);
+                if blocks[block].parent() == parent
+                    && blocks.tokens(block) == wanted.tokens
+                    && (wanted.extra.is_none() || blocks.extras.get(&block) == wanted.extra)
+                {
+                    return Some(block);
+                }
+                *collisions += u64::from(blocks.digest(block) == wanted.digest);
+            }
+            at = self.after(at);
         }
     }
 
-    pub fn is_published(&self, block: BlockId) -> bool {
-        self.content[block.index()] != UNPUBLISHED
-    }
-
-    /// Hash and content of a published block.
-    pub fn link(&self, block: BlockId) -> Link {
-        Link { hash: self.hash[block.index()], content: ContentId(self.content[block.index()]) }
-    }
-
-    /// The oldest block that holds `tokens` after `parent`, found by their `hash`. `collisions` grows by the blocks met
-    /// that have this hash and other content. O(1) expected.
-    pub fn find(
-        &self,
-        hash: u128,
+    /// Publish a full block whose tokens stand beside it; returns its chain value, and the older block with the same
+    /// content if there is one. O(1) expected.
+    pub fn publish(
+        &mut self,
+        block: BlockId,
+        digest: Digest,
         parent: ContentId,
-        tokens: &[u32],
-        store: &TokenStore,
-        collisions: &mut u64,
-    ) -> Option<BlockId> {
-        self.table
-            .find(hash as u64, |&block| {
-                let at = block.index();
-                if self.hash[at] != hash {
-                    return false;
-                }
-                let same = self.parent[at] == parent.0 && store.of(block) == tokens;
-                *collisions += u64::from(!same);
-                same
-            })
-            .copied()
-    }
-
-    /// Publish a full block whose tokens stand in `store`; returns its chain value. O(1) expected.
-    pub fn publish(&mut self, block: BlockId, hash: u128, parent: ContentId, store: &TokenStore) -> Link {
-        let content = match self.find(hash, parent, store.of(block), store, &mut 0) {
-            Some(first) => {
-                let content = ContentId(self.content[first.index()]);
+        extra: Option<&Arc<[u8]>>,
+        blocks: &mut Blocks,
+    ) -> (Link, Option<BlockId>) {
+        let wanted = Content { digest, parent, tokens: blocks.tokens(block), extra };
+        let older = self.find(wanted, blocks, &mut 0);
+        let content = match older {
+            Some(older) => {
+                let content = ContentId(blocks[older].content());
                 self.twins.entry(content).or_default().push(block);
                 content
             }
             None => {
-                self.insert(block, hash);
+                self.insert(fragment(digest), block);
                 self.next_content += 1;
                 ContentId(self.next_content - 1)
             }
         };
-        let at = block.index();
-        (self.hash[at], self.content[at], self.parent[at]) = (hash, content.0, parent.0);
-        Link { hash, content }
+        blocks.set_digest(block, digest);
+        blocks[block].set_content(content.0);
+        blocks[block].set_parent(parent.as_parent(extra));
+        if let Some(extra) = extra {
+            blocks.extras.insert(block, Arc::clone(extra));
+        }
+        (Link { digest, content }, older)
     }
 
     /// Make a published block unfindable; its oldest twin, if any, takes its place. O(1) expected, and O(twins).
-    pub fn withdraw(&mut self, block: BlockId) {
-        let Link { hash, content } = self.link(block);
-        self.content[block.index()] = UNPUBLISHED;
-        let twins = self.twins.get_mut(&content);
-        let named = self.table.find_entry(hash as u64, |&other| other == block);
-        match (named, twins) {
-            (Ok(entry), None) => {
-                entry.remove();
+    pub fn withdraw(&mut self, block: BlockId, blocks: &mut Blocks) {
+        let fragment = fragment(blocks.digest(block));
+        let record = &mut blocks[block];
+        let content = ContentId(record.content());
+        record.set_content(UNPUBLISHED);
+        if record.parent() & HAS_EXTRA != 0 {
+            blocks.extras.remove(&block);
+        }
+        if self.twins.is_empty() {
+            if let Some(at) = self.position(fragment, block) {
+                self.remove(at);
             }
-            (Ok(mut entry), Some(twins)) => *entry.get_mut() = twins.remove(0),
-            (Err(_), Some(twins)) => twins.retain(|&other| other != block),
-            (Err(_), None) => debug_assert!(false, "published block {block:?} is not indexed"),
+            return;
+        }
+        let named = self.position(fragment, block);
+        match (named, self.twins.get_mut(&content)) {
+            (Some(at), None) => self.remove(at),
+            (Some(at), Some(twins)) => self.table[at] = entry(fragment, twins.remove(0)),
+            (None, Some(twins)) => twins.retain(|&twin| twin != block),
+            (None, None) => debug_assert!(false, "published block {block:?} is not indexed"),
         }
         if self.twins.get(&content).is_some_and(Vec::is_empty) {
             self.twins.remove(&content);
@@ -162,16 +189,65 @@ impl PrefixIndex {
 
     /// Entries of the table and twins, for checks.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.table.iter().chain(self.twins.values().flatten()).copied()
+        let named = self.table.iter().filter(|&&entry| entry != 0).map(|&entry| block_of(entry));
+        named.chain(self.twins.values().flatten().copied())
     }
 
-    /// Content id of the parent of a published block, for checks.
-    pub fn parent(&self, block: BlockId) -> ContentId {
-        ContentId(self.parent[block.index()])
+    /// Content ids that the table names, for checks.
+    pub fn num_entries(&self) -> usize {
+        self.num_entries
     }
 
-    fn insert(&mut self, block: BlockId, hash: u128) {
-        let hashes = &self.hash;
-        self.table.insert_unique(hash as u64, block, |other| hashes[other.index()] as u64);
+    /// Where the probe for a fragment starts: the fragment scaled to the table.
+    #[inline]
+    fn home(&self, fragment: u32) -> usize {
+        ((u64::from(fragment) * self.table.len() as u64) >> 32) as usize
+    }
+
+    #[inline]
+    fn after(&self, at: usize) -> usize {
+        if at + 1 == self.table.len() {
+            0
+        } else {
+            at + 1
+        }
+    }
+
+    fn position(&self, fragment: u32, block: BlockId) -> Option<usize> {
+        let wanted = entry(fragment, block);
+        let mut at = self.home(fragment);
+        while self.table[at] != 0 {
+            if self.table[at] == wanted {
+                return Some(at);
+            }
+            at = self.after(at);
+        }
+        None
+    }
+
+    fn insert(&mut self, fragment: u32, block: BlockId) {
+        let mut at = self.home(fragment);
+        while self.table[at] != 0 {
+            at = self.after(at);
+        }
+        self.table[at] = entry(fragment, block);
+        self.num_entries += 1;
+    }
+
+    /// Empty a place and move later entries of its run up, unless that would put one before its home.
+    fn remove(&mut self, mut hole: usize) {
+        self.num_entries -= 1;
+        let len = self.table.len();
+        let distance = |from: usize, to: usize| if to >= from { to - from } else { to + len - from };
+        let mut at = self.after(hole);
+        while self.table[at] != 0 {
+            let home = self.home((self.table[at] >> 32) as u32);
+            if distance(home, at) >= distance(hole, at) {
+                self.table[hole] = self.table[at];
+                hole = at;
+            }
+            at = self.after(at);
+        }
+        self.table[hole] = 0;
     }
 }

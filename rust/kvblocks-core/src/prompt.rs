@@ -1,16 +1,36 @@
-//! Token ids hashed once, and the history that a preemption hands out. Imports `hash`, `ids`.
+//! Token ids hashed once, and the history that a preemption hands out. Imports `error`, `hash`, `ids`, `keys`.
 //!
-//! Invariant: immutable and shared; `hashes` holds one entry per full block, or none when the prefix cache is off.
+//! Invariant: immutable and shared; `hashes` holds one digest per full block, or none when the prefix cache is off.
 
 use std::sync::Arc;
 
-use crate::hash::BlockHasher;
+use crate::error::Result;
+use crate::hash::{BlockHasher, Digest};
 use crate::ids::{SeqHandle, SeqKey};
+use crate::keys::Keys;
 
-/// Token ids with the hashes of their full blocks.
+/// Token ids with the digests of their full blocks and their extra keys.
 pub(crate) struct Tokens {
     pub ids: Vec<u32>,
-    pub hashes: Vec<u128>,
+    pub hashes: Vec<Digest>,
+    pub keys: Keys,
+    /// Framed keys of the namespace, and their digest: the parent of block 0.
+    pub namespace: Arc<[u8]>,
+    pub root: Digest,
+    /// Framed media keys of the blocks that have some, in order.
+    pub extras: Vec<(usize, Arc<[u8]>)>,
+}
+
+impl Tokens {
+    /// Framed media keys of a block; empty for nearly all.
+    #[inline]
+    pub fn extra(&self, block: usize) -> Option<&Arc<[u8]>> {
+        if self.extras.is_empty() {
+            return None;
+        }
+        let at = self.extras.binary_search_by_key(&block, |extra| extra.0).ok()?;
+        Some(&self.extras[at].1)
+    }
 }
 
 /// Makes the prompts of one manager; immutable, so that hashing needs no lock. Cheap to clone.
@@ -20,18 +40,44 @@ pub struct Preparer {
     identity: Arc<()>,
     hasher: Option<BlockHasher>,
     block_size: usize,
+    /// The default namespace's parts, made once.
+    no_keys: Arc<[u8]>,
+    root: Digest,
 }
 
 impl Preparer {
     pub(crate) fn new(hasher: Option<BlockHasher>, block_size: usize) -> Self {
-        Self { identity: Arc::new(()), hasher, block_size }
+        let no_keys: Arc<[u8]> = Arc::new([]);
+        let root = hasher.map(|hasher| hasher.root(&no_keys)).unwrap_or_default();
+        Self { identity: Arc::new(()), hasher, block_size, no_keys, root }
     }
 
-    /// Hash a prompt once for any number of look-ups. O(tokens).
-    pub fn prepare(&self, ids: Vec<u32>) -> Prompt {
-        let hashes =
-            self.hasher.as_ref().map(|hasher| hasher.chain(&ids, self.block_size)).unwrap_or_default();
-        self.wrap(Arc::new(Tokens { ids, hashes }), None)
+    /// Hash a prompt once for any number of look-ups. Errors: empty keys, media outside the prompt. O(tokens).
+    pub fn prepare(&self, ids: Vec<u32>, keys: Keys) -> Result<Prompt> {
+        keys.check(ids.len())?;
+        Ok(self.wrap(Arc::new(self.tokens(ids, keys, &[])), None))
+    }
+
+    /// Hash what `known`, the digests of leading blocks, does not cover.
+    pub(crate) fn tokens(&self, ids: Vec<u32>, keys: Keys, known: &[Digest]) -> Tokens {
+        let plain = keys.adapter.is_none() && keys.salt.is_none();
+        let namespace = if plain { Arc::clone(&self.no_keys) } else { keys.namespace() };
+        let extras = if keys.media.is_empty() { Vec::new() } else { keys.extras(self.block_size) };
+        let mut tokens = Tokens { ids, hashes: Vec::new(), keys, namespace, root: self.root, extras };
+        if let Some(hasher) = &self.hasher {
+            if !plain {
+                tokens.root = hasher.root(&tokens.namespace);
+            }
+            let mut hashes = Vec::with_capacity(tokens.ids.len() / self.block_size);
+            hashes.extend_from_slice(known);
+            let mut parent = known.last().copied().unwrap_or(tokens.root);
+            for (i, block) in tokens.ids.chunks_exact(self.block_size).enumerate().skip(known.len()) {
+                parent = hasher.block(parent, block, tokens.extra(i).map_or(&[], |extra| &extra[..]));
+                hashes.push(parent);
+            }
+            tokens.hashes = hashes;
+        }
+        tokens
     }
 
     /// Tokens hashed already, as a prompt.
@@ -63,6 +109,11 @@ impl Prompt {
     /// Token ids.
     pub fn ids(&self) -> &[u32] {
         &self.tokens.ids
+    }
+
+    /// Digests of the full blocks; empty when the prefix cache is off.
+    pub fn hashes(&self) -> &[Digest] {
+        &self.tokens.hashes
     }
 
     /// The preempted sequence that `allocate` of this prompt continues.

@@ -4,12 +4,16 @@
 //! Invariant: plan, then apply. The plan counts blocks exactly (each copy-on-write included, in row order, so that the
 //! last owner of a shared block writes in place); applying it cannot fail. Copies must run before the step's writes;
 //! a source is owned by others or goes last in line for eviction, so it is never a destination of the same step.
+//!
+//! Nearly all rows of a decode step need nothing from the pool: their next slots lie in a block that they alone own.
+//! Such a row is known by its sequence's `room` and is not planned; only the others are looked at twice.
 
+use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle, SeqKey};
-use crate::manager::{Counts, Manager, Refusal};
+use crate::manager::{check_member, Counts, Manager, Publish, Refusal};
 use crate::pool::Pool;
-use crate::table::{InFlight, Sequence};
+use crate::sequence::{InFlight, Sequence, MAX_IN_FLIGHT};
 
 /// What to do with a batch that does not fit as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,8 +45,8 @@ pub struct StepRequest<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RowState {
     key: SeqKey,
-    epoch: u64,
-    num_cols: usize,
+    epoch: u32,
+    num_cols: u32,
 }
 
 /// The caller's index arrays. `rows` belongs to `block_tables`: default values where a row holds only padding.
@@ -61,6 +65,8 @@ pub struct StepArrays<'a> {
     pub query_start_loc: &'a mut [i32],
     /// int32 `[max_seqs, 2]`: source, destination.
     pub copies: &'a mut [i32],
+    /// int32 `[max_seqs, 3]`: row, first column, columns of `block_tables` that the step changed.
+    pub changes: &'a mut [i32],
     /// `[max_seqs]`.
     pub rows: &'a mut [RowState],
 }
@@ -74,15 +80,18 @@ pub struct Scheduled {
     pub num_tokens: usize,
     /// Pairs in `copies`.
     pub num_copies: usize,
+    /// Triples in `changes`.
+    pub num_changes: usize,
     /// Longest block table of the step.
     pub max_blocks: usize,
     /// Why row `num_seqs` was not scheduled.
     pub refusal: Option<Refusal>,
 }
 
-/// What one row needs.
+/// What a row needs that its sequence does not have.
 #[derive(Clone, Copy)]
 pub(crate) struct RowPlan {
+    row: usize,
     num_new_blocks: usize,
     tail: Tail,
 }
@@ -104,51 +113,70 @@ enum Tail {
 impl Manager {
     /// Schedule the next tokens of a batch and fill the index arrays of the step.
     ///
-    /// Errors: lengths, stale, duplicate or preempted handles, negative counts, a batch larger than the arrays. A
-    /// refusal under `Policy::All` leaves manager and arrays unchanged. O(rows + tokens + changed columns).
+    /// Errors: lengths, stale, duplicate or preempted handles, negative counts, a batch larger than the arrays, too many
+    /// steps in flight. A refusal under `Policy::All` leaves manager and arrays unchanged. O(rows + tokens + changed
+    /// columns).
     pub fn schedule(&mut self, request: &StepRequest, out: &mut StepArrays) -> Result<Scheduled> {
-        self.check_batch(request.handles, true)?;
         self.check_step(request, out)?;
         let (num_seqs, refusal) = self.plan_step(request);
         if refusal.is_some() && request.policy == Policy::All {
             return Ok(Scheduled { refusal, ..Scheduled::default() });
         }
-        let mut step = Scheduled { num_seqs, refusal, ..Scheduled::default() };
         let padding = self.padding();
+        let mut step = Scheduled { num_seqs, refusal, ..Scheduled::default() };
+        let mut planned = self.plan.iter().peekable();
         out.query_start_loc[0] = 0;
         for (row, handle) in request.handles[..num_seqs].iter().enumerate() {
             let key = handle.key();
-            let (plan, num_new) = (self.plan[row], request.num_new.at(row));
             let seq = &mut self.seqs[key];
-            let start = seq.num_scheduled;
-            if let Some((src, dst)) = make_tail_writable(seq, &mut self.pool, plan.tail) {
-                out.copies[2 * step.num_copies] = src.0 as i32;
-                out.copies[2 * step.num_copies + 1] = dst.0 as i32;
-                step.num_copies += 1;
-                if plan.tail == Tail::CopyPublished {
-                    // Cached now, behind all that was available: this step takes no more than that.
-                    self.pool.release(src);
+            let num_new = request.num_new.at(row);
+            if let Some(plan) = planned.next_if(|plan| plan.row == row) {
+                if let Some((src, dst)) = make_tail_writable(seq, &mut self.pool, plan.tail) {
+                    out.copies[2 * step.num_copies] = src.0 as i32;
+                    out.copies[2 * step.num_copies + 1] = dst.0 as i32;
+                    step.num_copies += 1;
+                    if plan.tail == Tail::CopyPublished {
+                        // Cached now, behind all that was available: this step takes no more than that.
+                        self.pool.release(src);
+                    }
+                }
+                for _ in 0..plan.num_new_blocks {
+                    seq.blocks.extend(self.pool.take(seq.namespace));
+                }
+                match num_new {
+                    // The tail is made writable when something is written.
+                    0 => seq.room = 0,
+                    _ => seq.aim(self.size),
                 }
             }
-            seq.blocks.extend((0..plan.num_new_blocks).map_while(|_| self.pool.take()));
-            seq.in_flight.push_back(InFlight { num_new, reserved_before: seq.num_reserved });
-            seq.num_scheduled += num_new;
-            seq.num_reserved = seq.num_reserved.max(seq.num_scheduled + request.lookahead.at(row));
-            self.num_logical += plan.num_new_blocks;
+            let start = seq.num_scheduled;
+            let reserved_before = seq.num_reserved as u32;
+            seq.in_flight.push(InFlight { num_new: num_new as u32, reserved_before });
+            out.write_slots(step.num_tokens, seq, num_new, self.size);
+            if !self.pool.holds.is_empty() {
+                // A transfer may own what comes next: ask the pool each time.
+                seq.room = 0;
+            }
+            seq.num_reserved = seq.num_reserved.max(start + num_new + request.lookahead.at(row));
+            self.ledger.settle(seq, self.size);
             step.max_blocks = step.max_blocks.max(seq.blocks.len());
-            out.write_table(row, key, seq, padding);
-            out.write_slots(step.num_tokens, seq, start, self.pool.block_size);
+            step.num_changes += usize::from(out.write_table(row, key, seq, padding, step.num_changes));
             step.num_tokens += num_new;
             out.seq_lens[row] = seq.num_scheduled as i32;
             out.query_start_loc[row + 1] = step.num_tokens as i32;
+            if self.publish == Publish::OnSchedule {
+                seq.publish_known(seq.num_scheduled.min(seq.prompt_len), &mut self.pool);
+            }
         }
         self.counters.copied_blocks += step.num_copies as u64;
-        out.pad(&step, request, padding);
+        out.pad(&mut step, request, padding);
         self.note_peaks();
+        self.note_step();
         Ok(step)
     }
 
-    fn check_step(&self, request: &StepRequest, out: &StepArrays) -> Result<()> {
+    /// Check the batch, and leave the rows that need something of the pool in `self.plan`, their needs open.
+    fn check_step(&mut self, request: &StepRequest, out: &StepArrays) -> Result<()> {
         let rows = request.handles.len();
         request.num_new.check("num_new", rows)?;
         request.lookahead.check("lookahead", rows)?;
@@ -161,69 +189,85 @@ impl Manager {
         fits("handles", rows, out.seq_lens.len(), "sequences of the step")?;
         fits("pad_seqs", request.pad_seqs, out.seq_lens.len(), "sequences of the step")?;
         fits("pad_tokens", request.pad_tokens, out.slot_mapping.len(), "tokens of the step")?;
-        let num_tokens: usize = (0..rows).map(|row| request.num_new.at(row)).sum();
-        fits("sum of num_new", num_tokens, out.slot_mapping.len(), "tokens of the step")?;
-        for (row, handle) in request.handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
-            let end = seq.num_scheduled + request.num_new.at(row) + request.lookahead.at(row);
-            let blocks = seq.blocks.len().max(end.div_ceil(self.pool.block_size));
-            // Beyond the capacity the answer is Never, not an error.
-            if blocks.min(self.capacity()) > out.max_blocks || end > i32::MAX as usize {
+        self.next_batch();
+        self.plan.clear();
+        let mut num_tokens = 0;
+        for (row, &handle) in request.handles.iter().enumerate() {
+            let seq = self.seqs.get_mut(handle.key()).ok_or(Error::StaleHandle(handle))?;
+            check_member(seq, handle, self.batch, true)?;
+            let (num_new, lookahead) = (request.num_new.at(row), request.lookahead.at(row));
+            num_tokens += num_new;
+            if seq.in_flight.len() == MAX_IN_FLIGHT {
+                let expected = format!("a sequence with fewer than {MAX_IN_FLIGHT} steps in flight");
+                return Err(Error::Row { argument: "handles", row, got: handle.0, expected });
+            }
+            let mut columns = seq.blocks.len();
+            if num_new + lookahead > seq.room {
+                let end = seq.num_scheduled + num_new + lookahead;
+                // Beyond the capacity the answer is Never, not an error.
+                columns = columns.max(self.size.blocks(end).min(self.pool.capacity()));
+                if end > i32::MAX as usize {
+                    let expected = format!("a sequence of at most {} tokens", i32::MAX);
+                    return Err(Error::Row { argument: "num_new", row, got: num_new as i64, expected });
+                }
+                self.plan.push(RowPlan { row, num_new_blocks: 0, tail: Tail::Writable });
+            }
+            if columns > out.max_blocks {
                 let expected = format!("at most the {} columns of block_tables", out.max_blocks);
-                return Err(Error::Row { argument: "blocks of handles", row, got: blocks as i64, expected });
+                return Err(Error::Row { argument: "blocks of handles", row, got: columns as i64, expected });
             }
         }
-        Ok(())
+        fits("sum of num_new", num_tokens, out.slot_mapping.len(), "tokens of the step")
     }
 
-    /// Leave each row's needs in `self.plan`; returns how many rows fit and why the next does not. Owners that will
-    /// copy a shared block have already left it, for the rows that fit.
+    /// Fill in `self.plan`; returns how many rows fit and why the next does not. Owners that will copy a shared block have
+    /// already left it, for the rows that fit.
     fn plan_step(&mut self, request: &StepRequest) -> (usize, Option<Refusal>) {
         let capacity_blocks = self.capacity();
-        let available = self.pool.num_available() as usize;
-        let block_size = self.pool.block_size;
+        let available = self.pool.num_available();
         let mut refusal = None;
-        let mut need = 0;
-        self.plan.clear();
-        for (row, handle) in request.handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
-            let num_new = request.num_new.at(row);
-            let need_blocks = (seq.num_scheduled + num_new + request.lookahead.at(row)).div_ceil(block_size);
-            let num_new_blocks = need_blocks.saturating_sub(seq.blocks.len());
-            let written = seq.partial_tail(block_size).filter(|_| num_new > 0);
-            let tail = match written {
+        let (mut need, mut num_planned, mut num_rows) = (0, 0, request.handles.len());
+        for plan in &mut self.plan {
+            let seq = &self.seqs[request.handles[plan.row].key()];
+            let num_new = request.num_new.at(plan.row);
+            let need_blocks = self.size.blocks(seq.num_scheduled + num_new + request.lookahead.at(plan.row));
+            plan.num_new_blocks = need_blocks.saturating_sub(seq.blocks.len());
+            let written = seq.partial_tail(self.size).filter(|_| num_new > 0);
+            plan.tail = match written {
                 Some(block) if self.pool.refs(block) > 1 => Tail::CopyShared,
                 Some(block) if self.pool.is_published(block) => Tail::Withdraw,
                 _ => Tail::Writable,
             };
             if need_blocks > capacity_blocks {
                 refusal = Some(Refusal::Never { need_blocks, capacity_blocks });
+                num_rows = plan.row;
                 break;
             }
-            let with_row = need + num_new_blocks + usize::from(tail == Tail::CopyShared);
+            let with_row = need + plan.num_new_blocks + usize::from(plan.tail == Tail::CopyShared);
             if with_row > available {
                 refusal = Some(Refusal::Later { num_blocks: with_row - available });
                 if request.policy == Policy::Fit {
+                    num_rows = plan.row;
                     break;
                 }
             }
             need = with_row;
-            if let (Tail::CopyShared, Some(block)) = (tail, written) {
+            num_planned += 1;
+            if let (Tail::CopyShared, Some(block)) = (plan.tail, written) {
                 self.pool.release(block);
             }
-            self.plan.push(RowPlan { num_new_blocks, tail });
         }
+        self.plan.truncate(num_planned);
         if refusal.is_some() && request.policy == Policy::All {
-            let planned = request.handles.iter().zip(&self.plan);
-            for (handle, _) in planned.filter(|(_, plan)| plan.tail == Tail::CopyShared) {
-                let tail = self.seqs[handle.key()].partial_tail(block_size);
-                tail.into_iter().for_each(|block| self.pool.restore(block));
+            for plan in self.plan.iter().filter(|plan| plan.tail == Tail::CopyShared) {
+                let tail = self.seqs[request.handles[plan.row].key()].partial_tail(self.size);
+                tail.into_iter().for_each(|block| self.pool.share(block));
             }
-        } else {
+        } else if need < available {
             let published = self.plan.iter_mut().filter(|plan| plan.tail == Tail::Withdraw);
             published.take(available - need).for_each(|plan| plan.tail = Tail::CopyPublished);
         }
-        (self.plan.len(), refusal)
+        (num_rows, refusal)
     }
 }
 
@@ -232,54 +276,99 @@ fn make_tail_writable(seq: &mut Sequence, pool: &mut Pool, tail: Tail) -> Option
     if tail == Tail::Writable {
         return None;
     }
-    let block = seq.partial_tail(pool.block_size)?;
-    let col = seq.num_scheduled / pool.block_size;
-    let fill = seq.num_computed.saturating_sub(col * pool.block_size).min(pool.block_size);
+    let column = pool.block_size.column(seq.num_scheduled);
+    let block = seq.blocks[column];
+    let fill = pool.block_size.within(seq.num_computed, column);
     if tail == Tail::Withdraw {
         pool.withdraw(block);
         pool.lower_fill(block, fill);
         return None;
     }
-    let dst = pool.take()?;
-    pool.tokens.copy(block, dst, fill);
+    let dst = pool.take(seq.namespace)?;
+    pool.blocks.copy_tokens(block, dst, fill);
     pool.raise_fill(dst, fill);
-    seq.blocks[col] = dst;
-    seq.epoch += 1;
+    seq.blocks[column] = dst;
+    seq.touch(column);
     Some((block, dst))
 }
 
 impl StepArrays<'_> {
-    /// Bring a row up to date: all of it, or the columns added since the row last held this sequence.
-    fn write_table(&mut self, row: usize, key: SeqKey, seq: &Sequence, padding: i32) {
+    /// Bring a row up to date, from the first column that may differ; returns whether one did, noted as change number
+    /// `at`.
+    #[inline]
+    fn write_table(&mut self, row: usize, key: SeqKey, seq: &Sequence, padding: i32, at: usize) -> bool {
         let state = self.rows[row];
-        let known = if state.key == key && state.epoch == seq.epoch { state.num_cols } else { 0 };
+        let shown = state.num_cols as usize;
+        if state.key == key && state.epoch == seq.epoch && shown == seq.blocks.len() {
+            return false;
+        }
+        let known = match seq.epoch.wrapping_sub(state.epoch) {
+            _ if state.key != key => 0,
+            0 => shown,
+            1 => shown.min(seq.changed_col),
+            _ => 0,
+        };
+        let known = known.min(seq.blocks.len());
         let table = &mut self.block_tables[row * self.max_blocks..][..self.max_blocks];
         for (to, block) in table[known..].iter_mut().zip(&seq.blocks[known..]) {
-            *to = block.0 as i32;
+            *to = block.export(padding);
         }
-        if let Some(stale) = table.get_mut(seq.blocks.len()..state.num_cols) {
+        if let Some(stale) = table.get_mut(seq.blocks.len()..shown) {
             stale.fill(padding);
         }
-        self.rows[row] = RowState { key, epoch: seq.epoch, num_cols: seq.blocks.len() };
+        self.rows[row] = RowState { key, epoch: seq.epoch, num_cols: seq.blocks.len() as u32 };
+        self.note_change(at, row, known, seq.blocks.len().max(shown))
     }
 
-    fn write_slots(&mut self, at: usize, seq: &Sequence, start: usize, block_size: usize) {
-        let len = seq.num_scheduled - start;
-        let slots = &mut self.slot_mapping[at..at + len];
-        for (i, slot) in slots.iter_mut().enumerate() {
-            let position = start + i;
-            let block = seq.blocks[position / block_size];
-            *slot = (block.index() * block_size + position % block_size) as i64;
+    fn note_change(&mut self, at: usize, row: usize, from: usize, to: usize) -> bool {
+        if from < to {
+            self.changes[3 * at..3 * at + 3].copy_from_slice(&[row as i32, from as i32, (to - from) as i32]);
         }
-        for (i, position) in self.positions[at..at + len].iter_mut().enumerate() {
+        from < to
+    }
+
+    /// Write slots and positions of the next `num_new` tokens and move the sequence on.
+    #[inline]
+    fn write_slots(&mut self, at: usize, seq: &mut Sequence, num_new: usize, size: BlockSize) {
+        let mut start = seq.num_scheduled;
+        if num_new == 1 {
+            self.slot_mapping[at] = seq.next_slot as i64;
+            self.positions[at] = start as i32;
+            seq.num_scheduled += 1;
+            seq.room -= 1;
+            seq.next_slot += 1;
+            seq.left_in_block -= 1;
+            if seq.left_in_block == 0 {
+                seq.aim(size);
+            }
+            return;
+        }
+        for (i, position) in self.positions[at..at + num_new].iter_mut().enumerate() {
             *position = (start + i) as i32;
         }
+        let mut slots = &mut self.slot_mapping[at..at + num_new];
+        while !slots.is_empty() {
+            let offset = size.offset(start);
+            let (now, later) = slots.split_at_mut(slots.len().min(size.get() - offset));
+            let first = (seq.blocks[size.column(start)].index() * size.get() + offset) as i64;
+            for (i, slot) in now.iter_mut().enumerate() {
+                *slot = first + i as i64;
+            }
+            start += now.len();
+            slots = later;
+        }
+        seq.num_scheduled = start;
+        if num_new > 0 {
+            seq.aim(size);
+        }
     }
 
-    fn pad(&mut self, step: &Scheduled, request: &StepRequest, padding: i32) {
+    fn pad(&mut self, step: &mut Scheduled, request: &StepRequest, padding: i32) {
         for row in step.num_seqs..request.pad_seqs {
             let state = std::mem::take(&mut self.rows[row]);
-            self.block_tables[row * self.max_blocks..][..state.num_cols].fill(padding);
+            self.block_tables[row * self.max_blocks..][..state.num_cols as usize].fill(padding);
+            step.num_changes +=
+                usize::from(self.note_change(step.num_changes, row, 0, state.num_cols as usize));
             self.seq_lens[row] = 0;
             self.query_start_loc[row + 1] = step.num_tokens as i32;
         }

@@ -9,9 +9,11 @@ mod naive;
 use std::collections::HashMap;
 
 use kvblocks_core::{
-    BlockHasher, Config, Counts, Manager, Policy, Prompt, RowState, SeqHandle, Spare, StepArrays, StepRequest,
+    AdmissionOptions, Algorithm, BlockHasher, BlockId, Config, Counts, Freed, FullHit, KeyValue, Keys,
+    Manager, Outcome, Policy, Prompt, Publish, Reuse, RowState, SeqHandle, Spare, StepArrays, StepRequest,
+    TransferHandle,
 };
-use naive::{Naive, Name};
+use naive::{Ask, Naive, Name};
 use proptest::prelude::*;
 use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
 
@@ -23,8 +25,7 @@ const MAX_BLOCKS: usize = 40;
 enum Call {
     Allocate {
         tokens: Vec<u32>,
-        reserve: Option<usize>,
-        use_cache: bool,
+        options: Options,
     },
     /// (sequence, tokens, look-ahead, ids of unknown tokens) a row.
     Schedule {
@@ -40,29 +41,110 @@ enum Call {
         extra: usize,
         ids: Vec<u32>,
     },
+    Abort {
+        seqs: Vec<usize>,
+    },
     Fork {
         seqs: Vec<usize>,
         num_children: usize,
+    },
+    Reorder {
+        seqs: Vec<usize>,
+        parents: Vec<usize>,
     },
     Truncate {
         seq: usize,
         length: usize,
         keep: bool,
     },
+    DropRange {
+        seq: usize,
+        start: usize,
+        len: usize,
+        unpublish: bool,
+    },
     Preempt {
         seqs: Vec<usize>,
     },
     Resume {
         seq: usize,
-        reserve: Option<usize>,
+        options: Options,
     },
     Free {
         seqs: Vec<usize>,
     },
+    BeginTransfer {
+        seq: usize,
+        start: usize,
+        len: usize,
+    },
+    EndTransfer {
+        transfer: usize,
+    },
+    SetMaxTokens {
+        seq: usize,
+        most: usize,
+    },
     Stale {
         verb: usize,
     },
+    DropNamespace {
+        namespace: u32,
+    },
     ResetCache,
+}
+
+/// How a prompt is admitted.
+#[derive(Clone, Copy, Debug)]
+struct Options {
+    reserve: Option<usize>,
+    use_cache: bool,
+    recompute_last: bool,
+    max_tokens: Option<usize>,
+    namespace: u32,
+}
+
+impl Options {
+    fn strategy() -> impl Strategy<Value = Options> {
+        (
+            prop::option::of(0..24usize),
+            prop::bool::weighted(0.9),
+            prop::bool::weighted(0.1),
+            prop::option::weighted(0.2, 0..24usize),
+            prop_oneof![5 => Just(0u32), 1 => 1..3u32],
+        )
+            .prop_map(|(reserve, use_cache, recompute_last, max_tokens, namespace)| Options {
+                reserve,
+                use_cache,
+                recompute_last,
+                max_tokens,
+                namespace,
+            })
+    }
+
+    fn core(self) -> AdmissionOptions {
+        AdmissionOptions {
+            reserve: self.reserve,
+            use_cache: self.use_cache,
+            recompute_last_hit: self.recompute_last,
+            max_tokens: self.max_tokens,
+        }
+    }
+
+    fn ask(self, num_tokens: usize) -> Ask {
+        Ask {
+            reserve: self.reserve.unwrap_or(num_tokens),
+            use_cache: self.use_cache,
+            recompute_last: self.recompute_last,
+            max_tokens: self.max_tokens,
+            namespace: self.namespace,
+        }
+    }
+}
+
+fn keys(namespace: u32) -> Keys {
+    let salt = (namespace > 0).then(|| KeyValue::Int(namespace.into()));
+    Keys { salt, ..Keys::default() }
 }
 
 /// The model, and the call that it is about to make on the manager.
@@ -100,22 +182,33 @@ impl ReferenceStateMachine for Reference {
     type Transition = Call;
 
     fn init_state() -> BoxedStrategy<Reference> {
-        (2..16usize, 1..5usize, 0..3usize, any::<bool>(), any::<bool>(), prop::bool::weighted(0.8))
-            .prop_map(|(capacity, block_size, watermark, degenerate_hash, null_block, caching)| Reference {
-                naive: Naive::new(capacity, block_size, watermark.min(capacity), caching),
-                degenerate_hash,
-                null_block,
-            })
+        (
+            (2..16usize, 1..5usize, 0..3usize),
+            (any::<bool>(), any::<bool>(), prop::bool::weighted(0.85)),
+            (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>()),
+        )
+            .prop_map(
+                |(
+                    (capacity, block_size, watermark),
+                    (degenerate_hash, null_block, caching),
+                    (token_hits, on_schedule, merge, first_freed),
+                )| {
+                    let mut naive = Naive::new(capacity, block_size, watermark.min(capacity), caching);
+                    naive.full_hit = if token_hits { FullHit::Token } else { FullHit::WholeBlock };
+                    naive.publish = if on_schedule { Publish::OnSchedule } else { Publish::OnCommit };
+                    naive.merge = merge;
+                    naive.reuse = if first_freed { Reuse::FirstFreed } else { Reuse::LastFreed };
+                    Reference { naive, degenerate_hash, null_block }
+                },
+            )
             .boxed()
     }
 
     fn transitions(_: &Reference) -> BoxedStrategy<Call> {
         let seqs = || prop::collection::vec(any::<usize>(), 1..4);
-        let reserve = || prop::option::of(0..24usize);
         let ids = || prop::collection::vec(0..2u32, 1..4);
         prop_oneof![
-            4 => (tokens(), reserve(), prop::bool::weighted(0.9))
-                .prop_map(|(tokens, reserve, use_cache)| Call::Allocate { tokens, reserve, use_cache }),
+            5 => (tokens(), Options::strategy()).prop_map(|(tokens, options)| Call::Allocate { tokens, options }),
             8 => (prop::collection::vec((any::<usize>(), 0..9usize, 0..3usize, ids()), 1..5), any::<bool>())
                 .prop_map(|(rows, fit)| Call::Schedule { rows, fit }),
             8 => prop::collection::vec((any::<usize>(), 0..10usize), 1..4).prop_map(|rows| Call::Commit { rows }),
@@ -124,9 +217,18 @@ impl ReferenceStateMachine for Reference {
             4 => (any::<usize>(), 0..24usize, any::<bool>())
                 .prop_map(|(seq, length, keep)| Call::Truncate { seq, length, keep }),
             1 => seqs().prop_map(|seqs| Call::Preempt { seqs }),
-            2 => (any::<usize>(), reserve()).prop_map(|(seq, reserve)| Call::Resume { seq, reserve }),
+            2 => (any::<usize>(), Options::strategy()).prop_map(|(seq, options)| Call::Resume { seq, options }),
+            2 => seqs().prop_map(|seqs| Call::Abort { seqs }),
+            2 => (seqs(), seqs()).prop_map(|(seqs, parents)| Call::Reorder { seqs, parents }),
+            2 => (any::<usize>(), 0..12usize, 0..12usize, any::<bool>())
+                .prop_map(|(seq, start, len, unpublish)| Call::DropRange { seq, start, len, unpublish }),
+            1 => (any::<usize>(), 0..4usize, 0..4usize)
+                .prop_map(|(seq, start, len)| Call::BeginTransfer { seq, start, len }),
+            2 => any::<usize>().prop_map(|transfer| Call::EndTransfer { transfer }),
+            1 => (any::<usize>(), 0..24usize).prop_map(|(seq, most)| Call::SetMaxTokens { seq, most }),
+            1 => (1..3u32).prop_map(|namespace| Call::DropNamespace { namespace }),
             4 => seqs().prop_map(|seqs| Call::Free { seqs }),
-            1 => (0..7usize).prop_map(|verb| Call::Stale { verb }),
+            1 => (0..12usize).prop_map(|verb| Call::Stale { verb }),
             1 => Just(Call::ResetCache),
         ]
         .boxed()
@@ -148,6 +250,7 @@ struct Test {
     storage: HashMap<i64, Vec<u32>>,
     step: Buffers,
     freed: Vec<SeqHandle>,
+    transfers: HashMap<u32, TransferHandle>,
 }
 
 struct Buffers {
@@ -157,6 +260,7 @@ struct Buffers {
     seq_lens: Vec<i32>,
     query_start_loc: Vec<i32>,
     copies: Vec<i32>,
+    changes: Vec<i32>,
     rows: Vec<RowState>,
 }
 
@@ -169,6 +273,7 @@ impl Buffers {
             seq_lens: vec![0; MAX_SEQS],
             query_start_loc: vec![0; MAX_SEQS + 1],
             copies: vec![0; 2 * MAX_SEQS],
+            changes: vec![0; 3 * MAX_SEQS],
             rows: vec![RowState::default(); MAX_SEQS],
         }
     }
@@ -182,6 +287,7 @@ impl Buffers {
             seq_lens: &mut self.seq_lens,
             query_start_loc: &mut self.query_start_loc,
             copies: &mut self.copies,
+            changes: &mut self.changes,
             rows: &mut self.rows,
         }
     }
@@ -202,16 +308,16 @@ impl Test {
         (table[position / block_size].index() * block_size + position % block_size) as i64
     }
 
-    fn allocate(&mut self, prompt: &Prompt, reserve: Option<usize>, use_cache: bool, resumes: Option<Name>) {
+    fn allocate(&mut self, prompt: &Prompt, options: Options, resumes: Option<Name>) {
         let tokens = prompt.ids().to_vec();
-        let reserve_tokens = reserve.unwrap_or(tokens.len());
-        let hits = self.naive().hits(&tokens).len() * self.manager.block_size();
-        assert_eq!(self.manager.match_prefix(prompt).unwrap(), hits);
-        let expected = self.naive().can_allocate(&tokens, reserve_tokens, true);
-        let could = self.manager.can_allocate(prompt, reserve).unwrap();
+        let ask = options.ask(tokens.len());
+        let found = self.manager.match_prefix(prompt, options.recompute_last).unwrap();
+        assert_eq!(found, self.reference.naive.cached_tokens(&tokens, Ask { use_cache: true, ..ask }));
+        let expected = self.naive().can_allocate(&tokens, ask);
+        let could = self.manager.can_allocate(prompt, options.core()).unwrap();
         assert_eq!(could.map(|ok| (ok.num_cached_tokens, ok.num_new_blocks)), expected);
-        let expected = self.naive().allocate(&tokens, reserve_tokens, use_cache, resumes);
-        let answer = self.manager.allocate(prompt, reserve, use_cache).unwrap();
+        let expected = self.naive().allocate(&tokens, ask, resumes);
+        let answer = self.manager.allocate(prompt, options.core()).unwrap();
         assert_eq!(answer.map(|got| got.num_cached_tokens), expected.map(|(_, cached)| cached));
         if let (Ok(answer), Ok((name, cached))) = (answer, expected) {
             assert_eq!(answer.num_new_tokens, tokens.len() - cached);
@@ -225,7 +331,8 @@ impl Test {
         let mut batch: Vec<(Name, usize, usize, Vec<u32>)> = Vec::new();
         for (pick, num_new, lookahead, ids) in rows {
             for name in self.reference.pick([*pick]) {
-                if !self.naive().seqs[&name].preempted && batch.iter().all(|row| row.0 != name) {
+                let seq = &self.naive().seqs[&name];
+                if !seq.preempted && seq.in_flight.len() < 8 && batch.iter().all(|row| row.0 != name) {
                     batch.push((name, *num_new, *lookahead, ids.clone()));
                 }
             }
@@ -247,12 +354,25 @@ impl Test {
         };
         let starts: Vec<_> = batch.iter().map(|row| self.reference.naive.seqs[&row.0].scheduled).collect();
         let (expected_rows, expected_refusal) = self.naive().schedule(&batch, fit);
+        let shown = self.step.block_tables.clone();
         let step = self.manager.schedule(&request, &mut self.step.arrays()).unwrap();
+        self.check_changes(shown, step.num_changes);
         assert_eq!((step.num_seqs, step.refusal), (expected_rows, expected_refusal));
         if step.refusal.is_some() && !fit {
             return;
         }
         self.run_step(&handles[..step.num_seqs], &batch, &starts, step.num_tokens, step.num_copies);
+    }
+
+    /// Whoever applies the changes to an old copy of the tables gets the new ones.
+    fn check_changes(&self, mut shown: Vec<i32>, num_changes: usize) {
+        for change in self.step.changes[..3 * num_changes].chunks(3) {
+            let [row, first, columns] = [change[0] as usize, change[1] as usize, change[2] as usize];
+            assert!(columns > 0);
+            let range = row * MAX_BLOCKS + first..row * MAX_BLOCKS + first + columns;
+            shown[range.clone()].copy_from_slice(&self.step.block_tables[range]);
+        }
+        assert_eq!(shown, self.step.block_tables);
     }
 
     /// Check the index arrays, then do with them what an engine would.
@@ -280,12 +400,16 @@ impl Test {
         let mut at = 0;
         for (row, &handle) in handles.iter().enumerate() {
             let seq = self.reference.naive.seqs[&batch[row].0].clone();
-            let table: Vec<i32> =
-                self.manager.block_table(handle).unwrap().iter().map(|block| block.0 as i32).collect();
+            let table = self.manager.block_table(handle).unwrap();
+            let table: Vec<i32> = table.iter().map(|block| block.export(self.manager.padding())).collect();
             let written = &self.step.block_tables[row * MAX_BLOCKS..][..MAX_BLOCKS];
             assert_eq!(&written[..table.len()], &table[..]);
             assert!(written[table.len()..].iter().all(|&block| block == self.manager.padding()));
-            assert!(!self.reference.null_block || !table.contains(&0), "the null block was handed out");
+            let named = self.manager.block_table(handle).unwrap();
+            assert!(
+                !self.reference.null_block || !named.contains(&BlockId(0)),
+                "the null block was handed out"
+            );
             assert_eq!(self.step.seq_lens[row] as usize, seq.scheduled);
             assert_eq!(self.step.query_start_loc[row] as usize, at);
             for position in starts[row]..seq.scheduled {
@@ -372,8 +496,13 @@ impl Test {
             3 => manager.preempt(&one).map(|_| ()).unwrap_err(),
             4 => manager.free(&one, false).unwrap_err(),
             5 => manager.cursors(handle).unwrap_err(),
+            6 => manager.abort_step(&one).unwrap_err(),
+            7 => manager.reorder(&one, &[0]).unwrap_err(),
+            8 => manager.drop_range(handle, 0, 0, false).unwrap_err(),
+            9 => manager.begin_transfer(handle, 0, 0).unwrap_err(),
+            10 => manager.set_max_tokens(&one, Counts::All(1)).unwrap_err(),
             _ => {
-                assert_eq!(manager.free(&one, true), Ok(0));
+                assert_eq!(manager.free(&one, true), Ok(Freed::default()));
                 return;
             }
         };
@@ -386,9 +515,13 @@ impl Test {
         let live = naive.live();
         assert_eq!(
             (stats.free_blocks, stats.live_blocks, stats.cached_blocks),
-            (naive.free, live, naive.cached.len())
+            (naive.num_free(), live, naive.cached())
         );
-        assert_eq!(stats.free_blocks + stats.live_blocks + stats.cached_blocks, naive.capacity);
+        assert_eq!(stats.held_blocks, naive.held());
+        let total = stats.free_blocks + stats.live_blocks + stats.cached_blocks + stats.held_blocks;
+        assert_eq!(total, naive.capacity);
+        assert_eq!((stats.promised_blocks, stats.reserved_slots), (naive.promised(), naive.reserved_slots()));
+        assert_eq!(self.manager.fragmentation().free_blocks, naive.num_free());
         assert_eq!((stats.logical_blocks, stats.num_seqs), (naive.logical(), naive.seqs.len()));
         assert_eq!(stats.used_slots as usize, naive.used_slots());
         let tally = naive::Tally {
@@ -413,7 +546,9 @@ impl Test {
             );
             assert_eq!(cursors.is_preempted, seq.preempted);
             assert_eq!(self.manager.tokens(handle).unwrap(), seq.tokens[..seq.known()]);
-            for position in 0..seq.scheduled {
+            let seen: Vec<_> =
+                (0..seq.scheduled).filter(|p| seq.table[p / naive.block_size] != naive::HOLE).collect();
+            for position in seen {
                 let stored = self.storage.get(&self.slot(handle, position));
                 assert_eq!(
                     stored.map(|prefix| &prefix[..]),
@@ -431,16 +566,20 @@ impl StateMachineTest for Test {
 
     fn init_test(reference: &Reference) -> Test {
         let naive = &reference.naive;
-        let hasher = match reference.degenerate_hash {
-            true => BlockHasher::degenerate(),
-            false => BlockHasher::new(1),
+        let algorithm = match reference.degenerate_hash {
+            true => Algorithm::Degenerate,
+            false if reference.null_block => Algorithm::Xxh3,
+            false => Algorithm::Sha256,
         };
+        let hasher = naive.caching.then_some(BlockHasher { algorithm, seed: 1 });
         let manager = Manager::new(Config {
-            num_blocks: naive.capacity + usize::from(reference.null_block),
-            block_size: naive.block_size,
-            hasher: naive.caching.then_some(hasher),
             watermark_blocks: naive.watermark,
             null_block: reference.null_block,
+            full_hit: naive.full_hit,
+            publish: naive.publish,
+            merge: naive.merge,
+            reuse: naive.reuse,
+            ..Config::new(naive.capacity + usize::from(reference.null_block), naive.block_size, hasher)
         })
         .unwrap();
         Test {
@@ -451,14 +590,15 @@ impl StateMachineTest for Test {
             histories: HashMap::new(),
             storage: HashMap::new(),
             freed: Vec::new(),
+            transfers: HashMap::new(),
         }
     }
 
     fn apply(mut test: Test, _: &Reference, call: Call) -> Test {
         match call {
-            Call::Allocate { tokens, reserve, use_cache } => {
-                let prompt = test.manager.preparer().prepare(tokens);
-                test.allocate(&prompt, reserve, use_cache, None);
+            Call::Allocate { tokens, options } => {
+                let prompt = test.manager.preparer().prepare(tokens, keys(options.namespace)).unwrap();
+                test.allocate(&prompt, options, None);
             }
             Call::Schedule { rows, fit } => test.schedule(&rows, fit),
             Call::Commit { rows } => test.commit(&rows),
@@ -492,12 +632,88 @@ impl StateMachineTest for Test {
                     test.histories.insert(name, prompt);
                 }
             }
-            Call::Resume { seq, reserve } => {
+            Call::Abort { seqs } => {
+                let names = test.reference.pick(seqs);
+                let handles: Vec<_> = names.iter().map(|&name| test.handle(name)).collect();
+                if names.iter().any(|&name| test.reference.naive.abort_error(name)) {
+                    test.manager.abort_step(&handles).unwrap_err();
+                } else {
+                    names.iter().for_each(|&name| test.naive().abort(name));
+                    test.manager.abort_step(&handles).unwrap();
+                }
+            }
+            Call::Reorder { seqs, parents } => {
+                let names = test.reference.pick(seqs);
+                let handles: Vec<_> = names.iter().map(|&name| test.handle(name)).collect();
+                let parents: Vec<_> =
+                    (0..names.len()).map(|row| parents[row % parents.len()] % names.len()).collect();
+                let rows: Vec<_> = parents.iter().map(|&parent| parent as i32).collect();
+                let busy = |name| {
+                    let seq: &naive::Seq = &test.reference.naive.seqs[name];
+                    seq.preempted || !seq.in_flight.is_empty()
+                };
+                if names.iter().any(busy) {
+                    test.manager.reorder(&handles, &rows).unwrap_err();
+                } else {
+                    test.naive().reorder(&names, &parents);
+                    test.manager.reorder(&handles, &rows).unwrap();
+                }
+            }
+            Call::DropRange { seq, start, len, unpublish } => {
+                for name in test.reference.pick([seq]) {
+                    let handle = test.handle(name);
+                    let answer = test.manager.drop_range(handle, start, start + len, unpublish);
+                    let seq = &test.reference.naive.seqs[&name];
+                    if seq.preempted || start + len > seq.known() {
+                        answer.unwrap_err();
+                    } else {
+                        let expected = test.naive().drop_range(name, start, start + len, unpublish);
+                        let answer = answer.unwrap();
+                        assert_eq!((answer.start, answer.end, answer.num_blocks), expected);
+                    }
+                }
+            }
+            Call::BeginTransfer { seq, start, len } => {
+                for name in test.reference.pick([seq]) {
+                    let handle = test.handle(name);
+                    let answer = test.manager.begin_transfer(handle, start, start + len);
+                    let seq = &test.reference.naive.seqs[&name];
+                    if seq.preempted || start + len > seq.table.len() {
+                        answer.unwrap_err();
+                    } else {
+                        let transfer = test.naive().begin_transfer(name, start, start + len);
+                        test.transfers.insert(transfer, answer.unwrap());
+                    }
+                }
+            }
+            Call::EndTransfer { transfer } => {
+                let names: Vec<_> = test.naive().transfers.keys().copied().collect();
+                if let Some(&name) = names.get(transfer % names.len().max(1)) {
+                    let handle = test.transfers[&name];
+                    let expected = test.naive().end_transfer(name);
+                    assert_eq!(test.manager.end_transfer(handle, Outcome::Complete), Ok(expected));
+                    test.manager.end_transfer(handle, Outcome::Failed).unwrap_err();
+                }
+            }
+            Call::SetMaxTokens { seq, most } => {
+                for name in test.reference.pick([seq]) {
+                    let handle = test.handle(name);
+                    test.naive().seqs.get_mut(&name).unwrap().max_tokens = Some(most);
+                    test.manager.set_max_tokens(&[handle], Counts::All(most as i32)).unwrap();
+                }
+            }
+            Call::DropNamespace { namespace } => {
+                let expected = test.naive().drop_namespace(namespace);
+                assert_eq!(test.manager.drop_namespace(&keys(namespace)), Ok(expected));
+            }
+            Call::Resume { seq, options } => {
                 for name in test.reference.pick([seq]) {
                     if let Some(prompt) = test.histories.get(&name).cloned() {
-                        test.allocate(&prompt, reserve, true, Some(name));
+                        let namespace = test.reference.naive.seqs[&name].namespace;
+                        let options = Options { namespace, ..options };
+                        test.allocate(&prompt, options, Some(name));
                         if !test.histories.contains_key(&name) {
-                            test.manager.allocate(&prompt, reserve, true).unwrap_err();
+                            test.manager.allocate(&prompt, options.core()).unwrap_err();
                         }
                     }
                 }
@@ -505,12 +721,14 @@ impl StateMachineTest for Test {
             Call::Free { seqs } => {
                 let names = test.reference.pick(seqs);
                 let handles: Vec<_> = names.iter().map(|&name| test.handle(name)).collect();
-                let expected = names.iter().map(|&name| test.naive().free(name)).sum();
-                assert_eq!(test.manager.free(&handles, false), Ok(expected));
+                let expected: Vec<_> = names.iter().map(|&name| test.naive().free(name)).collect();
+                let freed = test.manager.free(&handles, false).unwrap();
+                assert_eq!(freed.num_blocks, expected.iter().map(|freed| freed.0).sum::<usize>());
+                assert_eq!(freed.num_deferred, expected.iter().map(|freed| freed.1).sum::<usize>());
                 for name in names {
                     test.freed.extend(test.handles.remove(&name));
                     if let Some(prompt) = test.histories.remove(&name) {
-                        test.manager.can_allocate(&prompt, None).unwrap_err();
+                        test.manager.can_allocate(&prompt, AdmissionOptions::default()).unwrap_err();
                     }
                 }
             }
@@ -529,8 +747,13 @@ impl StateMachineTest for Test {
     fn teardown(mut test: Test, _: Reference) {
         let handles: Vec<_> = test.handles.values().copied().collect();
         test.manager.free(&handles, false).unwrap();
+        for transfer in test.transfers.values() {
+            // Most have ended already.
+            let _ = test.manager.end_transfer(*transfer, Outcome::Cancelled);
+        }
         let stats = test.manager.stats();
         assert_eq!((stats.live_blocks, stats.logical_blocks, stats.used_slots), (0, 0, 0));
+        assert_eq!((stats.held_blocks, stats.num_transfers), (0, 0));
         assert_eq!(stats.free_blocks + stats.cached_blocks, test.reference.naive.capacity);
         assert_eq!(test.manager.check_integrity(), Vec::<String>::new());
     }

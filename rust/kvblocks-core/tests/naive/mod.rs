@@ -3,17 +3,38 @@
 
 use std::collections::BTreeMap;
 
-use kvblocks_core::{Refusal, Spare};
+use kvblocks_core::{FullHit, Publish, Refusal, Reuse, Spare};
 
 /// Names a sequence for the whole run.
 pub type Name = u32;
 
+/// What a table holds where a block was dropped.
+pub const HOLE: usize = usize::MAX;
+
 #[derive(Clone, Debug)]
 pub struct Block {
     pub refs: usize,
+    /// Those of `refs` that transfers have.
+    pub holds: usize,
     pub fill: usize,
-    /// The whole token prefix that ends with this block, once published, and when that was.
-    pub content: Option<(Vec<u32>, u64)>,
+    pub content: Option<Content>,
+}
+
+/// What a published block holds. A prefix is known by a number, given out when it is first published and forgotten with
+/// the last block that holds it: a block whose parent's number is gone is not found again.
+#[derive(Clone, Debug)]
+pub struct Content {
+    pub namespace: u32,
+    pub parent: u64,
+    pub tokens: Vec<u32>,
+    pub number: u64,
+    /// When it was published.
+    pub when: u64,
+}
+
+/// The number of the empty prefix of a namespace.
+fn root(namespace: u32) -> u64 {
+    u64::MAX - u64::from(namespace)
 }
 
 #[derive(Clone, Debug)]
@@ -28,6 +49,26 @@ pub struct Seq {
     pub in_flight: Vec<(usize, usize)>,
     pub table: Vec<usize>,
     pub preempted: bool,
+    pub namespace: u32,
+    pub max_tokens: Option<usize>,
+    /// Columns offered to the cache.
+    pub published: usize,
+    /// Number of the prefix that they hold.
+    pub tip: u64,
+    /// Its namespace was dropped, or its chain was broken: it publishes no more.
+    pub unlisted: bool,
+    /// Merged away, but read by so many steps in flight.
+    pub retired: Vec<(usize, usize)>,
+}
+
+/// How an admission is asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask {
+    pub reserve: usize,
+    pub use_cache: bool,
+    pub recompute_last: bool,
+    pub max_tokens: Option<usize>,
+    pub namespace: u32,
 }
 
 impl Seq {
@@ -56,10 +97,17 @@ pub struct Naive {
     pub capacity: usize,
     pub watermark: usize,
     pub caching: bool,
+    pub full_hit: FullHit,
+    pub publish: Publish,
+    pub merge: bool,
+    pub reuse: Reuse,
+    /// Blocks that are in no queue.
     pub free: usize,
     pub blocks: Vec<Block>,
-    /// Published blocks without owner, the next to be evicted first.
-    pub cached: Vec<usize>,
+    /// Blocks without owner, the next to be taken first: the published ones, and under `FirstFreed` all.
+    pub queue: Vec<usize>,
+    pub transfers: BTreeMap<u32, Vec<usize>>,
+    pub next_transfer: u32,
     pub seqs: BTreeMap<Name, Seq>,
     pub next_name: Name,
     pub publications: u64,
@@ -80,9 +128,15 @@ impl Naive {
             capacity,
             watermark,
             caching,
+            full_hit: FullHit::WholeBlock,
+            publish: Publish::OnCommit,
+            merge: false,
+            reuse: Reuse::LastFreed,
             free: capacity,
             blocks: Vec::new(),
-            cached: Vec::new(),
+            queue: Vec::new(),
+            transfers: BTreeMap::new(),
+            next_transfer: 0,
             seqs: BTreeMap::new(),
             next_name: 0,
             publications: 0,
@@ -96,29 +150,56 @@ impl Naive {
         (0..).find(|blocks| blocks * self.block_size >= tokens).unwrap()
     }
 
+    fn owned(&self) -> impl Iterator<Item = &Block> {
+        self.blocks.iter().filter(|block| block.refs > block.holds)
+    }
+
     pub fn live(&self) -> usize {
-        self.blocks.iter().filter(|block| block.refs > 0).count()
+        self.owned().count()
+    }
+
+    pub fn held(&self) -> usize {
+        self.blocks.iter().filter(|block| block.holds > 0 && block.refs == block.holds).count()
+    }
+
+    pub fn cached(&self) -> usize {
+        self.queue.iter().filter(|&&block| self.blocks[block].content.is_some()).count()
+    }
+
+    pub fn num_free(&self) -> usize {
+        self.free + self.queue.len() - self.cached()
     }
 
     pub fn used_slots(&self) -> usize {
-        self.blocks.iter().filter(|block| block.refs > 0).map(|block| block.fill).sum()
+        self.owned().map(|block| block.fill).sum()
     }
 
     pub fn logical(&self) -> usize {
-        self.seqs.values().map(|seq| seq.table.len()).sum()
+        self.seqs.values().map(|seq| seq.table.iter().filter(|&&block| block != HOLE).count()).sum()
+    }
+
+    pub fn promised(&self) -> usize {
+        let of = |seq: &Seq| match seq.max_tokens {
+            Some(most) if !seq.preempted => self.blocks_for(most).saturating_sub(seq.table.len()),
+            _ => 0,
+        };
+        self.seqs.values().map(of).sum()
+    }
+
+    pub fn reserved_slots(&self) -> usize {
+        self.seqs.values().map(|seq| seq.reserved - seq.scheduled).sum()
     }
 
     fn take(&mut self) -> usize {
         if self.free > 0 {
             self.free -= 1;
-        } else if !self.cached.is_empty() {
-            let victim = self.cached.remove(0);
-            self.blocks[victim].content = None;
-            self.tally.evicted += 1;
+        } else if !self.queue.is_empty() {
+            let victim = self.queue.remove(0);
+            self.tally.evicted += u64::from(self.blocks[victim].content.take().is_some());
         } else {
             self.debt += 1;
         }
-        self.blocks.push(Block { refs: 1, fill: 0, content: None });
+        self.blocks.push(Block { refs: 1, holds: 0, fill: 0, content: None });
         self.blocks.len() - 1
     }
 
@@ -127,11 +208,29 @@ impl Naive {
         if self.blocks[block].refs > 0 {
             return 0;
         }
-        match self.blocks[block].content {
-            Some(_) => self.cached.push(block),
-            None => self.free += 1,
-        }
+        self.put_back(block);
         1
+    }
+
+    fn put_back(&mut self, block: usize) {
+        if self.blocks[block].content.is_some() || self.reuse == Reuse::FirstFreed {
+            self.queue.push(block);
+        } else {
+            self.free += 1;
+        }
+    }
+
+    fn drop_refs(&mut self, blocks: impl IntoIterator<Item = usize>) -> usize {
+        blocks.into_iter().filter(|&block| block != HOLE).map(|block| self.drop_ref(block)).sum()
+    }
+
+    /// Make a block unfindable.
+    fn forget(&mut self, block: usize) {
+        self.blocks[block].content = None;
+        if self.blocks[block].refs == 0 {
+            self.queue.retain(|&queued| queued != block);
+            self.put_back(block);
+        }
     }
 
     fn note_peak(&mut self) {
@@ -139,37 +238,77 @@ impl Naive {
     }
 
     /// Oldest published block with each leading prefix of `tokens`.
-    pub fn hits(&self, tokens: &[u32]) -> Vec<usize> {
+    fn hits(&self, tokens: &[u32], ask: Ask) -> Vec<usize> {
         let mut hits = Vec::new();
-        let most = tokens.len().saturating_sub(1) / self.block_size;
-        for i in 1..=most {
-            let prefix = &tokens[..i * self.block_size];
-            let same = self.blocks.iter().enumerate().filter_map(|(id, block)| match &block.content {
-                Some((content, when)) if content == prefix => Some((*when, id)),
-                _ => None,
-            });
-            match same.min() {
-                Some((_, id)) => hits.push(id),
-                None => break,
+        let most = match self.full_hit {
+            FullHit::WholeBlock => tokens.len().saturating_sub(1) / self.block_size,
+            FullHit::Token => tokens.len() / self.block_size,
+        };
+        let mut parent = root(ask.namespace);
+        for tokens in tokens.chunks_exact(self.block_size).take(most) {
+            match self.oldest(parent, tokens, None) {
+                Some(id) if ask.use_cache => hits.push(id),
+                _ => break,
             }
+            parent = self.number_of(hits.last().copied()).unwrap();
+        }
+        if ask.recompute_last {
+            hits.pop();
+        }
+        if hits.len() == tokens.len() {
+            hits.pop(); // blocks of one token: the last token is a block
         }
         hits
     }
 
-    pub fn can_allocate(&self, tokens: &[u32], reserve: usize, use_cache: bool) -> Admission {
-        let need = self.blocks_for(tokens.len().max(reserve));
+    /// The block that was published first with some content.
+    fn oldest(&self, parent: u64, tokens: &[u32], except: Option<usize>) -> Option<usize> {
+        let same = self.blocks.iter().enumerate().filter_map(|(id, block)| match &block.content {
+            Some(content) if content.parent == parent && content.tokens == tokens && except != Some(id) => {
+                Some((content.when, id))
+            }
+            _ => None,
+        });
+        same.min().map(|(_, id)| id)
+    }
+
+    fn number_of(&self, block: Option<usize>) -> Option<u64> {
+        Some(self.blocks[block?].content.as_ref()?.number)
+    }
+
+    /// Count no more than the first `full` columns as published.
+    fn retract(&self, seq: &mut Seq, full: usize) {
+        if seq.published > full {
+            seq.published = full;
+            match full {
+                0 => seq.tip = root(seq.namespace),
+                // Without the block before it, what comes next has no parent.
+                _ if seq.table[full - 1] == HOLE => seq.unlisted = true,
+                _ => seq.tip = self.number_of(Some(seq.table[full - 1])).unwrap_or(0),
+            }
+        }
+    }
+
+    pub fn cached_tokens(&self, tokens: &[u32], ask: Ask) -> usize {
+        (self.hits(tokens, ask).len() * self.block_size).min(tokens.len().saturating_sub(1))
+    }
+
+    pub fn can_allocate(&self, tokens: &[u32], ask: Ask) -> Admission {
+        let declared = ask.max_tokens.unwrap_or(0);
+        let need = self.blocks_for(tokens.len().max(ask.reserve).max(declared));
         if need > self.capacity {
             return Err(Refusal::Never { need_blocks: need, capacity_blocks: self.capacity });
         }
-        let hits = if use_cache { self.hits(tokens) } else { Vec::new() };
+        let hits = self.hits(tokens, ask);
         let unused_hits = hits.iter().filter(|&&hit| self.blocks[hit].refs == 0).count();
-        let new = self.blocks_for(reserve).saturating_sub(hits.len());
-        let mut room = (self.free + self.cached.len() - unused_hits) as i64 - new as i64;
+        let new = self.blocks_for(ask.reserve).saturating_sub(hits.len());
+        let mut room = (self.free + self.queue.len() - unused_hits) as i64 - new as i64;
         if self.live() > 0 {
-            room -= self.watermark as i64;
+            let own = self.blocks_for(declared).saturating_sub(new + hits.len());
+            room -= (self.watermark + self.promised() + own) as i64;
         }
         match room {
-            0.. => Ok((hits.len() * self.block_size, new)),
+            0.. => Ok((self.cached_tokens(tokens, ask), new)),
             _ => Err(Refusal::Later { num_blocks: -room as usize }),
         }
     }
@@ -178,31 +317,38 @@ impl Naive {
     pub fn allocate(
         &mut self,
         tokens: &[u32],
-        reserve: usize,
-        use_cache: bool,
+        ask: Ask,
         resumes: Option<Name>,
     ) -> Result<(Name, usize), Refusal> {
-        let (cached, new) = self.can_allocate(tokens, reserve, use_cache)?;
-        let mut table = if use_cache { self.hits(tokens) } else { Vec::new() };
+        let (cached, new) = self.can_allocate(tokens, ask)?;
+        let mut table = self.hits(tokens, ask);
         for &hit in &table {
             self.blocks[hit].refs += 1;
-            self.cached.retain(|&block| block != hit);
+            self.queue.retain(|&block| block != hit);
         }
+        let (hits, last) = (table.len(), self.number_of(table.last().copied()));
         table.extend((0..new).map(|_| self.take()));
         let name = resumes.unwrap_or(self.next_name);
         self.next_name += u32::from(resumes.is_none());
-        let seq = Seq {
+        let mut seq = Seq {
             tokens: tokens.to_vec(),
             prompt_len: tokens.len(),
             computed: cached,
             scheduled: cached,
-            reserved: reserve.max(cached),
+            reserved: ask.reserve.max(cached),
             in_flight: Vec::new(),
             table,
             preempted: false,
+            namespace: ask.namespace,
+            max_tokens: ask.max_tokens.or_else(|| resumes.and_then(|name| self.seqs[&name].max_tokens)),
+            published: hits,
+            tip: last.unwrap_or(root(ask.namespace)),
+            unlisted: false,
+            retired: Vec::new(),
         };
+        self.retract(&mut seq, cached / self.block_size);
         self.seqs.insert(name, seq);
-        if self.caching && use_cache {
+        if self.caching && ask.use_cache {
             let (tokens, cached) = (tokens.len() as u64, cached as u64);
             match resumes {
                 Some(_) => {
@@ -255,7 +401,7 @@ impl Naive {
         let mut retired = Vec::new();
         for (name, col, kept) in std::mem::take(&mut self.overwritten) {
             let tail = self.seqs[&name].table[col];
-            if self.free + self.cached.len() > 0 {
+            if self.free + self.queue.len() > 0 {
                 let copy = self.take();
                 self.blocks[copy].fill = kept;
                 self.seqs.get_mut(&name).unwrap().table[col] = copy;
@@ -278,20 +424,36 @@ impl Naive {
         rows: &[(Name, usize, usize, Vec<u32>)],
         fit: bool,
     ) -> (usize, Option<Refusal>) {
+        let (num_rows, refusal) = self.try_schedule(rows, fit);
+        self.settle_overwritten();
+        if self.publish == Publish::OnSchedule {
+            for (name, ..) in &rows[..num_rows] {
+                let mut seq = self.seqs[name].clone();
+                let len = seq.scheduled.min(seq.prompt_len);
+                self.publish(&mut seq, len, false);
+                self.seqs.insert(*name, seq);
+            }
+        }
+        (num_rows, refusal)
+    }
+
+    fn try_schedule(
+        &mut self,
+        rows: &[(Name, usize, usize, Vec<u32>)],
+        fit: bool,
+    ) -> (usize, Option<Refusal>) {
         let mut trial = self.clone();
         let mut refusal = None;
         for (row, (name, num_new, lookahead, ids)) in rows.iter().enumerate() {
             let need = self.blocks_for(self.seqs[name].scheduled + num_new + lookahead);
             if need > self.capacity {
                 refusal = Some(Refusal::Never { need_blocks: need, capacity_blocks: self.capacity });
-                self.settle_overwritten();
                 return (if fit { row } else { 0 }, refusal);
             }
             trial.schedule_row(*name, *num_new, *lookahead, ids);
             if trial.debt > 0 {
                 refusal = Some(Refusal::Later { num_blocks: trial.debt });
                 if fit {
-                    self.settle_overwritten();
                     return (row, refusal);
                 }
             } else if fit {
@@ -300,10 +462,88 @@ impl Naive {
         }
         if refusal.is_none() {
             *self = trial;
-            self.settle_overwritten();
             return (rows.len(), None);
         }
         (0, refusal)
+    }
+
+    /// Offer the blocks that the first `len` tokens fill.
+    fn publish(&mut self, seq: &mut Seq, len: usize, merge: bool) {
+        if !self.caching || seq.unlisted {
+            return;
+        }
+        for column in seq.published..len / self.block_size {
+            let block = seq.table[column];
+            let tokens = seq.tokens[column * self.block_size..(column + 1) * self.block_size].to_vec();
+            let older = self.oldest(seq.tip, &tokens, None);
+            self.publications += 1;
+            let number = self.number_of(older).unwrap_or(self.publications);
+            let content = Content {
+                namespace: seq.namespace,
+                parent: seq.tip,
+                tokens,
+                number,
+                when: self.publications,
+            };
+            self.blocks[block].fill = self.block_size;
+            self.blocks[block].content = Some(content);
+            seq.published = column + 1;
+            seq.tip = number;
+            if let (true, Some(older)) = (merge, older) {
+                self.blocks[older].refs += 1;
+                self.queue.retain(|&queued| queued != older);
+                seq.table[column] = older;
+                if self.blocks[block].refs == 1 {
+                    self.blocks[block].content = None;
+                }
+                match seq.in_flight.len() {
+                    0 => {
+                        self.drop_ref(block);
+                    }
+                    steps => seq.retired.push((block, steps)),
+                }
+            }
+        }
+    }
+
+    /// Return to `scheduled` tokens and what was reserved before.
+    fn roll_back(&mut self, seq: &mut Seq, scheduled: usize, reserved_before: usize) {
+        for column in scheduled / self.block_size..seq.published {
+            let block = seq.table[column];
+            self.forget(block);
+            if self.blocks[block].refs == 1 {
+                let computed = seq.computed.saturating_sub(column * self.block_size).min(self.block_size);
+                self.blocks[block].fill = self.blocks[block].fill.min(computed);
+            }
+        }
+        self.retract(seq, scheduled / self.block_size);
+        seq.scheduled = scheduled;
+        seq.reserved = seq.reserved.min(reserved_before.max(scheduled));
+        seq.tokens.truncate(seq.known().max(scheduled));
+        let keep = self.blocks_for(seq.reserved);
+        let dropped = seq.table.split_off(keep.min(seq.table.len()));
+        self.drop_refs(dropped.into_iter().rev());
+    }
+
+    pub fn abort(&mut self, name: Name) {
+        let mut seq = self.seqs[&name].clone();
+        let (num_new, reserved_before) = seq.in_flight.pop().unwrap();
+        let scheduled = seq.scheduled - num_new;
+        self.roll_back(&mut seq, scheduled, reserved_before);
+        self.seqs.insert(name, seq);
+    }
+
+    /// Whether blocks that were published when scheduled, beyond `scheduled` tokens, have other owners.
+    fn others_hit(&self, seq: &Seq, scheduled: usize) -> bool {
+        (scheduled / self.block_size..seq.published).any(|column| self.blocks[seq.table[column]].refs > 1)
+    }
+
+    pub fn abort_error(&self, name: Name) -> bool {
+        let seq = &self.seqs[&name];
+        match seq.in_flight.last() {
+            Some(&(num_new, _)) => seq.preempted || self.others_hit(seq, seq.scheduled - num_new),
+            None => true,
+        }
     }
 
     pub fn commit_error(&self, name: Name, count: usize) -> bool {
@@ -311,7 +551,10 @@ impl Naive {
         match seq.in_flight.first() {
             _ if seq.preempted => true,
             None => true,
-            Some(&(step, _)) => count > step || (count < step && seq.in_flight.len() > 1),
+            Some(&(step, _)) => {
+                let others = || self.others_hit(seq, seq.computed + count);
+                count > step || (count < step && (seq.in_flight.len() > 1 || others()))
+            }
         }
     }
 
@@ -324,49 +567,82 @@ impl Naive {
 
     pub fn commit(&mut self, name: Name, count: usize) {
         let mut seq = self.seqs[&name].clone();
-        let (_, reserved_before) = seq.in_flight.remove(0);
+        let (step, reserved_before) = seq.in_flight.remove(0);
         seq.computed += count;
-        for (col, &block) in seq.table.iter().enumerate() {
-            let within = seq.computed.saturating_sub(col * self.block_size).min(self.block_size);
+        for (column, &block) in seq.table.iter().enumerate().filter(|(_, &block)| block != HOLE) {
+            let within = seq.computed.saturating_sub(column * self.block_size).min(self.block_size);
             // Blocks before the committed range are full already.
             let fill = &mut self.blocks[block].fill;
             *fill = within.max(*fill);
-            if self.caching && within == self.block_size && self.blocks[block].content.is_none() {
-                let content = seq.tokens[..(col + 1) * self.block_size].to_vec();
-                self.publications += 1;
-                self.blocks[block].content = Some((content, self.publications));
+        }
+        for (block, steps) in std::mem::take(&mut seq.retired) {
+            match steps - 1 {
+                0 => {
+                    self.drop_ref(block);
+                }
+                left => seq.retired.push((block, left)),
             }
         }
-        if seq.in_flight.is_empty() && seq.scheduled > seq.computed {
-            seq.scheduled = seq.computed;
-            seq.reserved = seq.reserved.min(reserved_before.max(seq.computed));
-            seq.tokens.truncate(seq.known());
-            let keep = self.blocks_for(seq.reserved);
-            for block in seq.table.split_off(keep).into_iter().rev() {
-                self.drop_ref(block);
-            }
+        let computed = seq.computed;
+        self.publish(&mut seq, computed, self.merge);
+        if count < step {
+            self.roll_back(&mut seq, computed, reserved_before);
         }
         self.seqs.insert(name, seq);
     }
 
     pub fn fork(&mut self, name: Name) -> Name {
-        let mut child = self.seqs[&name].clone();
-        child.table.truncate(self.blocks_for(child.computed));
-        child.scheduled = child.computed;
-        child.reserved = child.computed;
-        child.in_flight.clear();
-        child.tokens.truncate(child.known());
-        for &block in &child.table {
-            self.blocks[block].refs += 1;
-        }
+        let child = self.snapshot(name);
         self.seqs.insert(self.next_name, child);
         self.next_name += 1;
         self.next_name - 1
     }
 
+    /// The computed tokens of a sequence as another one.
+    fn snapshot(&mut self, name: Name) -> Seq {
+        let mut child = self.seqs[&name].clone();
+        child.table.truncate(self.blocks_for(child.computed));
+        child.scheduled = child.computed;
+        child.reserved = child.computed;
+        child.in_flight.clear();
+        child.retired.clear();
+        let full = child.computed / self.block_size;
+        self.retract(&mut child, full);
+        child.max_tokens = None;
+        child.tokens.truncate(child.known());
+        for &block in child.table.iter().filter(|&&block| block != HOLE) {
+            self.blocks[block].refs += 1;
+        }
+        child
+    }
+
+    /// Sequence i continues what sequence `parents[i]` has computed.
+    pub fn reorder(&mut self, names: &[Name], parents: &[usize]) {
+        let next: Vec<_> = parents.iter().map(|&parent| self.snapshot(names[parent])).collect();
+        for (row, mut next) in next.into_iter().enumerate() {
+            if parents[row] == row {
+                // The snapshot was for nothing.
+                self.drop_refs(next.table);
+                continue;
+            }
+            let old = self.seqs.remove(&names[row]).unwrap();
+            next.max_tokens = old.max_tokens;
+            self.seqs.insert(names[row], next);
+            self.drop_all(old);
+        }
+    }
+
+    fn drop_all(&mut self, seq: Seq) -> usize {
+        let merged = self.drop_refs(seq.retired.into_iter().map(|(block, _)| block));
+        merged + self.drop_refs(seq.table.into_iter().rev())
+    }
+
     pub fn truncate_error(&self, name: Name, length: usize) -> bool {
         let seq = &self.seqs[&name];
+        let inside_hole =
+            length % self.block_size > 0 && seq.table.get(length / self.block_size) == Some(&HOLE);
         seq.preempted
+            || inside_hole
             || length > seq.known().max(seq.scheduled)
             || (!seq.in_flight.is_empty() && length < seq.scheduled)
     }
@@ -377,7 +653,7 @@ impl Naive {
         let beyond = seq.table.split_off(keep);
         let mut orphaned = 0;
         let mut kept = Vec::new();
-        for block in beyond.into_iter().rev() {
+        for block in beyond.into_iter().rev().filter(|&block| block != HOLE) {
             let private = self.blocks[block].refs == 1 && self.blocks[block].content.is_none();
             if spare == Spare::Keep && private {
                 self.blocks[block].fill = 0;
@@ -395,7 +671,9 @@ impl Naive {
         seq.computed = seq.computed.min(length);
         seq.scheduled = seq.scheduled.min(length);
         seq.tokens.truncate(seq.known().max(seq.scheduled));
-        if let Some(&tail) = seq.table.get(seq.computed / self.block_size) {
+        let full = seq.scheduled / self.block_size;
+        self.retract(&mut seq, full);
+        if let Some(&tail) = seq.table.get(seq.computed / self.block_size).filter(|&&tail| tail != HOLE) {
             let block = &mut self.blocks[tail];
             if block.refs == 1 && block.content.is_none() {
                 block.fill = block.fill.min(seq.computed % self.block_size);
@@ -409,13 +687,13 @@ impl Naive {
         let mut seq = self.seqs[&name].clone();
         if !seq.preempted {
             seq.tokens.truncate(seq.known());
-            for block in std::mem::take(&mut seq.table).into_iter().rev() {
-                self.drop_ref(block);
-            }
+            let old = std::mem::take(&mut seq.table);
+            let retired = std::mem::take(&mut seq.retired);
+            self.drop_all(Seq { table: old, retired, ..seq.clone() });
             seq.prompt_len = seq.tokens.len();
-            (seq.computed, seq.scheduled, seq.reserved) = (0, 0, 0);
+            (seq.computed, seq.scheduled, seq.reserved, seq.published) = (0, 0, 0, 0);
+            (seq.unlisted, seq.preempted) = (false, true);
             seq.in_flight.clear();
-            seq.preempted = true;
             self.tally.preemptions += 1;
         }
         let tokens = seq.tokens.clone();
@@ -423,17 +701,85 @@ impl Naive {
         tokens
     }
 
-    pub fn free(&mut self, name: Name) -> usize {
+    /// (blocks given back, blocks that transfers still hold).
+    pub fn free(&mut self, name: Name) -> (usize, usize) {
         let seq = self.seqs.remove(&name).unwrap();
-        seq.table.into_iter().rev().map(|block| self.drop_ref(block)).sum()
+        let held = self.held();
+        let freed = self.drop_all(seq);
+        (freed, self.held() - held)
     }
 
     pub fn reset_prefix_cache(&mut self) -> usize {
-        let dropped = std::mem::take(&mut self.cached);
-        for &block in &dropped {
-            self.blocks[block].content = None;
+        self.forget_all(|block| block.refs == 0)
+    }
+
+    fn forget_all(&mut self, which: impl Fn(&Block) -> bool) -> usize {
+        // Queued ones in the order of the queue: they go to its end under `FirstFreed`.
+        let rest = (0..self.blocks.len()).filter(|id| !self.queue.contains(id));
+        let all = self.queue.iter().copied().chain(rest);
+        let chosen: Vec<_> =
+            all.filter(|&id| self.blocks[id].content.is_some() && which(&self.blocks[id])).collect();
+        chosen.iter().for_each(|&block| self.forget(block));
+        chosen.len()
+    }
+
+    pub fn drop_namespace(&mut self, namespace: u32) -> usize {
+        for seq in self.seqs.values_mut().filter(|seq| seq.namespace == namespace && !seq.preempted) {
+            seq.unlisted = true;
         }
-        self.free += dropped.len();
-        dropped.len()
+        self.forget_all(|block| block.content.as_ref().is_some_and(|content| content.namespace == namespace))
+    }
+
+    /// (start, end, blocks given back).
+    pub fn drop_range(
+        &mut self,
+        name: Name,
+        start: usize,
+        end: usize,
+        unpublish: bool,
+    ) -> (usize, usize, usize) {
+        let mut seq = self.seqs[&name].clone();
+        let inside = |column: usize| {
+            let (first, after) = (column * self.block_size, (column + 1) * self.block_size);
+            start <= first && after <= end && after <= seq.computed
+        };
+        let columns: Vec<_> = (0..seq.table.len()).filter(|&column| inside(column)).collect();
+        let (Some(&first), Some(&last)) = (columns.first(), columns.last()) else { return (0, 0, 0) };
+        if (last + 1) * self.block_size > seq.prompt_len {
+            seq.prompt_len = seq.known();
+        }
+        let mut freed = 0;
+        for &column in columns.iter().rev() {
+            let block = std::mem::replace(&mut seq.table[column], HOLE);
+            if block != HOLE {
+                let orphaned = self.drop_ref(block);
+                if orphaned > 0 && unpublish && self.blocks[block].content.is_some() {
+                    self.forget(block);
+                }
+                freed += orphaned;
+            }
+        }
+        self.seqs.insert(name, seq);
+        (first * self.block_size, (last + 1) * self.block_size, freed)
+    }
+
+    pub fn begin_transfer(&mut self, name: Name, start: usize, end: usize) -> u32 {
+        let table = &self.seqs[&name].table;
+        let blocks: Vec<_> = table[start..end].iter().copied().filter(|&block| block != HOLE).collect();
+        for &block in &blocks {
+            self.blocks[block].refs += 1;
+            self.blocks[block].holds += 1;
+        }
+        self.transfers.insert(self.next_transfer, blocks);
+        self.next_transfer += 1;
+        self.next_transfer - 1
+    }
+
+    pub fn end_transfer(&mut self, transfer: u32) -> usize {
+        let blocks = self.transfers.remove(&transfer).unwrap();
+        for &block in &blocks {
+            self.blocks[block].holds -= 1;
+        }
+        self.drop_refs(blocks.into_iter().rev())
     }
 }

@@ -1,0 +1,135 @@
+//! What is known of each block: one record a block and its token ids beside it. Imports `hash`, `ids`.
+//!
+//! Invariant: all memory is asked for once, as zero pages, and touched only where blocks are used. A record takes 52
+//! bytes: together with 64 bytes of tokens and 12 of the index, a cached block of 16 tokens costs 128.
+
+use std::collections::HashMap;
+use std::ops::{Index, IndexMut};
+use std::sync::Arc;
+
+use bytemuck::Zeroable;
+
+use crate::hash::Digest;
+use crate::ids::BlockId;
+
+/// Facts of one block. Words of 4 bytes only, so that the record has no padding.
+#[derive(Clone, Copy, Zeroable)]
+#[repr(C)]
+pub(crate) struct Record {
+    digest: [u32; 4],
+    content: [u32; 2],
+    parent: [u32; 2],
+    /// Neighbours in the cached list, while it is in there.
+    pub prev: u32,
+    pub next: u32,
+    /// Sequences and transfers that own the block.
+    pub refs: u32,
+    /// Its written high-water mark.
+    pub fill: u32,
+    /// Index of the namespace of whoever took it.
+    pub namespace: u32,
+}
+
+impl Record {
+    #[inline]
+    pub fn content(&self) -> u64 {
+        join(self.content)
+    }
+
+    #[inline]
+    pub fn set_content(&mut self, content: u64) {
+        self.content = split(content);
+    }
+
+    #[inline]
+    pub fn parent(&self) -> u64 {
+        join(self.parent)
+    }
+
+    #[inline]
+    pub fn set_parent(&mut self, parent: u64) {
+        self.parent = split(parent);
+    }
+}
+
+#[inline]
+fn join(words: [u32; 2]) -> u64 {
+    u64::from(words[1]) << 32 | u64::from(words[0])
+}
+
+#[inline]
+fn split(value: u64) -> [u32; 2] {
+    [value as u32, (value >> 32) as u32]
+}
+
+/// The records and tokens of all blocks.
+pub(crate) struct Blocks {
+    records: Vec<Record>,
+    tokens: Vec<u32>,
+    /// Second halves of digests; empty for an algorithm of 16 bytes.
+    digest_high: Vec<u128>,
+    /// Framed media keys of the published blocks that have some.
+    pub extras: HashMap<BlockId, Arc<[u8]>>,
+    block_size: usize,
+}
+
+impl Blocks {
+    /// None if the memory cannot be had.
+    pub fn new(num_blocks: usize, block_size: usize, wide_digests: bool) -> Option<Self> {
+        let num_tokens = num_blocks.checked_mul(block_size)?;
+        Some(Self {
+            records: bytemuck::try_zeroed_vec(num_blocks).ok()?,
+            tokens: bytemuck::try_zeroed_vec(num_tokens).ok()?,
+            digest_high: bytemuck::try_zeroed_vec(if wide_digests { num_blocks } else { 0 }).ok()?,
+            extras: HashMap::new(),
+            block_size,
+        })
+    }
+
+    pub fn digest(&self, block: BlockId) -> Digest {
+        let words = self[block].digest;
+        let low = u128::from(join([words[2], words[3]])) << 64 | u128::from(join([words[0], words[1]]));
+        Digest { low, high: self.digest_high.get(block.index()).copied().unwrap_or(0) }
+    }
+
+    pub fn set_digest(&mut self, block: BlockId, digest: Digest) {
+        let ([a, b], [c, d]) = (split(digest.low as u64), split((digest.low >> 64) as u64));
+        self[block].digest = [a, b, c, d];
+        if let Some(high) = self.digest_high.get_mut(block.index()) {
+            *high = digest.high;
+        }
+    }
+
+    #[inline]
+    pub fn tokens(&self, block: BlockId) -> &[u32] {
+        let start = block.index() * self.block_size;
+        &self.tokens[start..start + self.block_size]
+    }
+
+    #[inline]
+    pub fn write_tokens(&mut self, block: BlockId, offset: usize, tokens: &[u32]) {
+        let start = block.index() * self.block_size + offset;
+        self.tokens[start..start + tokens.len()].copy_from_slice(tokens);
+    }
+
+    pub fn copy_tokens(&mut self, src: BlockId, dst: BlockId, len: usize) {
+        let (src, dst) = (src.index() * self.block_size, dst.index() * self.block_size);
+        self.tokens.copy_within(src..src + len, dst);
+    }
+}
+
+impl Index<BlockId> for Blocks {
+    type Output = Record;
+
+    #[inline]
+    fn index(&self, block: BlockId) -> &Record {
+        &self.records[block.index()]
+    }
+}
+
+impl IndexMut<BlockId> for Blocks {
+    #[inline]
+    fn index_mut(&mut self, block: BlockId) -> &mut Record {
+        &mut self.records[block.index()]
+    }
+}
