@@ -197,7 +197,7 @@ def _attend_row(
     if alibi_slopes is not None:
         scores -= alibi_slopes.astype(np.float64)[:, None, None] * distance
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    scores[:, ~visible] = -np.inf
+    np.copyto(scores, -np.inf, where=~visible)
 
     highest = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
