@@ -262,5 +262,6 @@ class Engine:
             return f"{wanted} exceed the model's context of {self.model.config.context_length} tokens"
         block_size, capacity = self.manager.block_size, self.manager.capacity_blocks
         if (need := -(-num_tokens // block_size)) > capacity:
-            return f"{wanted} need {need} blocks of {block_size} tokens, but the pool has {capacity}"
+            has = f"the pool has {capacity}: enlarge it or ask for fewer"
+            return f"{wanted} need {need} blocks of {block_size} tokens, but {has}"
         return None
