@@ -133,7 +133,8 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, interrupt)
-    print(f"{len(prompts)} requests, {num_blocks - 1} blocks of {config.block_size} tokens\n", flush=True)
+    pool = f"{num_blocks - 1} blocks of {config.block_size} tokens"
+    print(f"{len(prompts)} requests, {pool}, backend {backend.name}\n", flush=True)
     answers = Answers(prompts, tokenizer, live=sys.stdout.isatty())
     start = time.perf_counter()
     while not engine.idle and not interrupts:

@@ -86,7 +86,13 @@ class Scene:
 
 
 def make_cache(
-    model: Llama, block_size: int, *, num_tokens: int, prefix_cache: bool = True, watermark_blocks: int = 0
+    model: Llama,
+    block_size: int,
+    *,
+    num_tokens: int,
+    prefix_cache: bool = True,
+    watermark_blocks: int = 0,
+    backend: str = "numpy",
 ) -> PagedKVCache:
     """A cache with room for `num_tokens` tokens, rounded up to blocks, and the null block."""
     c = model.config
@@ -97,7 +103,7 @@ def make_cache(
         watermark_blocks=watermark_blocks,
         max_seqs=16,
         max_tokens=256,
-        backend="numpy",
+        backend=backend,
     )
 
 

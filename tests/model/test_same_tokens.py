@@ -32,13 +32,35 @@ def scene(request: pytest.FixtureRequest) -> Scene:
     return found
 
 
+@pytest.fixture(params=["numpy", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.mark.parametrize("num_pool_tokens", [AMPLE, SCARCE])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_engine_equals_contiguous(
     scene: Scene, block_size: int, prefix_cache: bool, num_pool_tokens: int
 ) -> None:
-    cache = make_cache(scene.model, block_size, num_tokens=num_pool_tokens, prefix_cache=prefix_cache)
+    _check_engine(scene, block_size, prefix_cache, num_pool_tokens, "numpy")
+
+
+@pytest.mark.parametrize("num_pool_tokens", [AMPLE, SCARCE])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_engine_equals_contiguous_on_the_cpu_backend(
+    tiny: Scene, block_size: int, num_pool_tokens: int
+) -> None:
+    _check_engine(tiny, block_size, True, num_pool_tokens, "cpu")
+
+
+def _check_engine(
+    scene: Scene, block_size: int, prefix_cache: bool, num_pool_tokens: int, backend: str
+) -> None:
+    cache = make_cache(
+        scene.model, block_size, num_tokens=num_pool_tokens, prefix_cache=prefix_cache, backend=backend
+    )
     engine = Engine(scene.model, cache)
     requests = [Request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(scene.prompts)]
 
@@ -71,20 +93,22 @@ def test_forks_without_copy_on_write_are_noticed(scene: Scene, mutant: Any) -> N
 
 @pytest.mark.parametrize("num_pool_tokens", [AMPLE, SCARCE])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_forked_group_equals_contiguous(tiny: Scene, block_size: int, num_pool_tokens: int) -> None:
-    _check_forked_group(tiny, block_size, num_pool_tokens)
+def test_forked_group_equals_contiguous(
+    tiny: Scene, block_size: int, num_pool_tokens: int, backend: str
+) -> None:
+    _check_forked_group(tiny, block_size, num_pool_tokens, backend)
 
 
 @pytest.mark.model
 def test_forked_group_of_the_real_model_equals_contiguous(real: Scene) -> None:
-    _check_forked_group(real, 16, SCARCE)
+    _check_forked_group(real, 16, SCARCE, "cpu")
 
 
-def _check_forked_group(scene: Scene, block_size: int, num_pool_tokens: int) -> None:
+def _check_forked_group(scene: Scene, block_size: int, num_pool_tokens: int, backend: str) -> None:
     """A request sampled four ways between two others; in the scarce pool its samples are preempted and resume."""
     case = scene.fork_case(0, before=0)
     forced = {("0", sample): token for sample, token in enumerate(case.forced, start=1)}
-    cache = make_cache(scene.model, block_size, num_tokens=num_pool_tokens)
+    cache = make_cache(scene.model, block_size, num_tokens=num_pool_tokens, backend=backend)
     engine = Engine(scene.model, cache, sampler=forcing(forced))
     group = Request("0", case.prompt, NUM_TOKENS, num_samples=NUM_CHILDREN + 1)
     before, after = (Request(str(i), scene.prompts[i], NUM_TOKENS) for i in (1, 2))
@@ -97,7 +121,7 @@ def _check_forked_group(scene: Scene, block_size: int, num_pool_tokens: int) -> 
     assert (cache.manager.stats().preemptions > 0) == (num_pool_tokens == SCARCE)
 
 
-def test_golden_tokens(smollm2: Llama, golden: dict[str, Any], tokenizer: Any) -> None:
+def test_golden_tokens(smollm2: Llama, golden: dict[str, Any], tokenizer: Any, backend: str) -> None:
     """The quick look at the real model: text to ids to the tokens that transformers generated."""
     requests, expected = [], {}
     for i, entry in enumerate(golden["prompts"]):
@@ -108,4 +132,5 @@ def test_golden_tokens(smollm2: Llama, golden: dict[str, Any], tokenizer: Any) -
         assert ids == entry["prompt_ids"]
         requests.append(Request(str(i), ids, len(entry["tokens"])))
         expected[str(i), 0] = entry["tokens"]
-    assert serve(Engine(smollm2, make_cache(smollm2, 16, num_tokens=400)), requests) == expected
+    cache = make_cache(smollm2, 16, num_tokens=400, backend=backend)
+    assert serve(Engine(smollm2, cache), requests) == expected
