@@ -85,7 +85,7 @@ def build_reference(checkpoint: Checkpoint) -> Any:
 
     def half_split(matrix: Any) -> Any:
         # GGUF rotates rows (0, 1), (2, 3), ... of a head together, transformers (0, d/2), (1, d/2 + 1), ...
-        pairs = matrix.reshape(-1, c.head_dim // 2, 2, c.hidden_dim)
+        pairs = matrix.T.reshape(-1, c.head_dim // 2, 2, c.hidden_dim)
         return pairs.swapaxes(1, 2).reshape(-1, c.hidden_dim)
 
     state = {
@@ -93,20 +93,20 @@ def build_reference(checkpoint: Checkpoint) -> Any:
         "lm_head.weight": tensors["token_embd"],
         "model.norm.weight": tensors["output_norm"],
     }
-    q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    q_cols, kv_cols = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     for i in range(c.num_layers):
-        q, k, v = np.split(tensors[f"{i}.attn_qkv"], [q_rows, q_rows + kv_rows])
-        gate, up = np.split(tensors[f"{i}.ffn_gate_up"], 2)
+        q, k, v = np.split(tensors[f"{i}.attn_qkv"], [q_cols, q_cols + kv_cols], axis=1)
+        gate, up = np.split(tensors[f"{i}.ffn_gate_up"], 2, axis=1)
         state |= {
             f"model.layers.{i}.input_layernorm.weight": tensors[f"{i}.attn_norm"],
             f"model.layers.{i}.self_attn.q_proj.weight": half_split(q),
             f"model.layers.{i}.self_attn.k_proj.weight": half_split(k),
-            f"model.layers.{i}.self_attn.v_proj.weight": v,
-            f"model.layers.{i}.self_attn.o_proj.weight": tensors[f"{i}.attn_output"],
+            f"model.layers.{i}.self_attn.v_proj.weight": v.T,
+            f"model.layers.{i}.self_attn.o_proj.weight": tensors[f"{i}.attn_output"].T,
             f"model.layers.{i}.post_attention_layernorm.weight": tensors[f"{i}.ffn_norm"],
-            f"model.layers.{i}.mlp.gate_proj.weight": gate,
-            f"model.layers.{i}.mlp.up_proj.weight": up,
-            f"model.layers.{i}.mlp.down_proj.weight": tensors[f"{i}.ffn_down"],
+            f"model.layers.{i}.mlp.gate_proj.weight": gate.T,
+            f"model.layers.{i}.mlp.up_proj.weight": up.T,
+            f"model.layers.{i}.mlp.down_proj.weight": tensors[f"{i}.ffn_down"].T,
         }
     model = LlamaForCausalLM(config).to(torch.float32).eval()
     model.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in state.items()})

@@ -50,7 +50,7 @@ class Answers:
     def __init__(self, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, live: bool) -> None:
         self._titles = {
             (str(i), sample): prompt.prompt + (f"  [sample {sample + 1}]" if prompt.samples > 1 else "")
-            for i, prompt in enumerate(prompts)
+            for i, prompt in enumerate(prompts, start=1)
             for sample in range(prompt.samples)
         }
         self._order = list(self._titles)
@@ -122,7 +122,7 @@ def main() -> int:
         size = f"{num_blocks:,} blocks of {config.bytes_per_block:,} bytes"
         raise UsageError(f"cannot make a pool of {size}: {error}; lower --num-blocks") from error
     engine = Engine(model, cache, max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS)
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(prompts, start=1):
         engine.add(make_request(str(i), prompt, tokenizer, arguments.max_new_tokens))
 
     interrupts: list[int] = []
@@ -133,7 +133,8 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, interrupt)
-    print(f"{len(prompts)} requests, {num_blocks - 1} blocks of {config.block_size} tokens\n", flush=True)
+    pool = f"{num_blocks - 1} blocks of {config.block_size} tokens"
+    print(f"{len(prompts)} requests, {pool}, backend {backend.name}\n", flush=True)
     answers = Answers(prompts, tokenizer, live=sys.stdout.isatty())
     start = time.perf_counter()
     while not engine.idle and not interrupts:

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvblocks import Allocated, Later, PagedKVCache, Prompt, Stats
+from kvblocks import Allocated, Later, Never, PagedKVCache, Prompt, Stats
 from smollm2.model import F32, Llama
 from smollm2.request import Event, Failed, Finished, Request, RequestError, Token, choose
 
@@ -97,10 +97,10 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request, hashing its prompt once. Raises RequestError if it could never be served."""
-        if problem := self._problem(request):
-            raise RequestError(f"request {request.id}: {problem}")
         tokens = list(request.prompt)
         prompt = self.manager.prepare(tokens)
+        if problem := self._problem(request, prompt):
+            raise RequestError(f"request {request.id}: {problem}")
         rng = np.random.default_rng([request.seed, 0])
         self._waiting.append(Seq(request, 0, tokens, prompt, rng, seats=request.num_samples))
 
@@ -249,7 +249,7 @@ class Engine:
         samples = range(seq.sample, seq.sample + seq.seats)
         events += [Failed(seq.request.id, sample, message) for sample in samples]
 
-    def _problem(self, request: Request) -> str | None:
+    def _problem(self, request: Request, prompt: Prompt) -> str | None:
         """Why a request can never be served, if it cannot."""
         if not request.prompt or request.max_new_tokens < 1:
             return "needs a prompt and max_new_tokens >= 1"
@@ -260,7 +260,9 @@ class Engine:
         num_tokens = len(request.prompt) + request.max_new_tokens - 1
         if num_tokens > self.model.config.context_length:
             return f"{wanted} exceed the model's context of {self.model.config.context_length} tokens"
-        block_size, capacity = self.manager.block_size, self.manager.capacity_blocks
-        if (need := -(-num_tokens // block_size)) > capacity:
-            return f"{wanted} need {need} blocks of {block_size} tokens, but the pool has {capacity}"
+        answer = self.manager.can_allocate(prompt, num_tokens)
+        if isinstance(answer, Never):
+            need = f"{answer.need_blocks} blocks of {self.manager.block_size} tokens"
+            has = f"the pool has {answer.capacity_blocks}: enlarge it or ask for fewer"
+            return f"{wanted} need {need}, but {has}"
         return None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
 # (layer, q [t, num_heads, head_dim], k and v [t, num_kv_heads, head_dim]) -> [t, num_heads, head_dim]
-Attention = Callable[[int, F32, F32, F32], NDArray[np.floating]]
+Attention = Callable[[int, F32, F32, F32], F32]
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,20 @@ class ModelConfig:
     norm_eps: float
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of every tensor, in the order in which they are stored; matrices are [out, in]."""
+        """Name to shape of every tensor, in the order in which they are stored.
+
+        The embedding is [vocab_size, hidden_dim], all other matrices are [in, out]: BLAS multiplies a few rows
+        by them faster than by [out, in].
+        """
         d, heads = self.hidden_dim, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"token_embd": (self.vocab_size, d)}
         for i in range(self.num_layers):
             shapes[f"{i}.attn_norm"] = (d,)
-            shapes[f"{i}.attn_qkv"] = (heads, d)
-            shapes[f"{i}.attn_output"] = (d, self.num_heads * self.head_dim)
+            shapes[f"{i}.attn_qkv"] = (d, heads)
+            shapes[f"{i}.attn_output"] = (self.num_heads * self.head_dim, d)
             shapes[f"{i}.ffn_norm"] = (d,)
-            shapes[f"{i}.ffn_gate_up"] = (2 * self.ffn_dim, d)
-            shapes[f"{i}.ffn_down"] = (d, self.ffn_dim)
+            shapes[f"{i}.ffn_gate_up"] = (d, 2 * self.ffn_dim)
+            shapes[f"{i}.ffn_down"] = (self.ffn_dim, d)
         shapes["output_norm"] = (d,)
         return shapes
 
@@ -75,19 +79,19 @@ class Llama:
 
         x: F32 = w["token_embd"][np.asarray(ids)]
         for layer in range(c.num_layers):
-            qkv = self._norm(x, w[f"{layer}.attn_norm"]) @ w[f"{layer}.attn_qkv"].T
+            qkv = self._norm(x, w[f"{layer}.attn_norm"]) @ w[f"{layer}.attn_qkv"]
             q, k, v = np.split(qkv.reshape(len(x), -1, c.head_dim), split, axis=1)
             out = attention(layer, _rotate(q, cos, sin), _rotate(k, cos, sin), np.ascontiguousarray(v))
-            x = x + out.reshape(len(x), -1) @ w[f"{layer}.attn_output"].T
-            gate_up = self._norm(x, w[f"{layer}.ffn_norm"]) @ w[f"{layer}.ffn_gate_up"].T
+            x = x + out.reshape(len(x), -1) @ w[f"{layer}.attn_output"]
+            gate_up = self._norm(x, w[f"{layer}.ffn_norm"]) @ w[f"{layer}.ffn_gate_up"]
             gate, up = np.split(gate_up, 2, axis=1)
-            x = x + (_silu(gate) * up) @ w[f"{layer}.ffn_down"].T
+            x = x + (_silu(gate) * up) @ w[f"{layer}.ffn_down"]
         return x
 
     def logits(self, hidden: F32) -> F32:
         """Logits [r, vocab_size] of hidden rows [r, hidden_dim]: pass only the rows that are sampled from."""
         normed = self._norm(hidden, self._tensors["output_norm"])
-        return np.asarray(normed @ self._tensors["token_embd"].T)
+        return np.asarray((self._tensors["token_embd"] @ normed.T).T)
 
     def _norm(self, x: F32, weight: F32) -> F32:
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
@@ -102,7 +106,8 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, F32]:
         if len(shape) == 1:
             tensors[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         else:
-            tensors[name] = (rng.standard_normal(shape) * 1.5 / np.sqrt(shape[1])).astype(np.float32)
+            scale = 1.5 / np.sqrt(config.hidden_dim)
+            tensors[name] = (rng.standard_normal(shape) * scale).astype(np.float32)
     return tensors
 
 

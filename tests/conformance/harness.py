@@ -30,4 +30,5 @@ class Harness:
 
 HARNESSES = [
     Harness("numpy"),
+    Harness("cpu"),
 ]

@@ -5,11 +5,12 @@ import pytest
 
 from kvblocks.backends import BACKENDS, get_backend
 from kvblocks.config import CacheConfig
+from kvblocks.layout import LayerCache
 
 
 def test_by_name_by_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVBLOCKS_BACKEND", raising=False)
-    assert get_backend().name == get_backend(None).name == "numpy"
+    assert get_backend().name == get_backend(None).name == "cpu"
     assert get_backend("numpy").name == "numpy"
     monkeypatch.setenv("KVBLOCKS_BACKEND", "numpy")
     assert get_backend().name == "numpy"
@@ -52,3 +53,33 @@ def test_numpy_rounds_once_from_float64() -> None:
     arguments = (np.array([[0]], np.int32), np.array([3], np.int32), np.array([0, 1], np.int32))
     out = backend.attend(cache, np.zeros((1, 1, 1), np.float32), *arguments)
     assert out.item() == pytest.approx(1 / 3, rel=1e-7)
+
+
+class TestCpu:
+    def test_by_name(self) -> None:
+        assert get_backend("cpu").name == "cpu"
+
+    @pytest.mark.parametrize("name", ["k", "v"])
+    @pytest.mark.parametrize(
+        ("view", "message"),
+        [
+            (lambda array: array[..., ::2], "axis 3 has a stride of 8 bytes, expected 4"),
+            (lambda array: array[::-1], r"axis 0 has a stride of -\d+ bytes, expected a multiple of 4"),
+        ],
+    )
+    def test_strides_that_the_kernels_do_not_take(self, name: str, view, message: str) -> None:
+        backend = get_backend("cpu")
+        arrays = {"k": np.zeros((3, 4, 2, 8), np.float32), "v": np.zeros((3, 4, 2, 8), np.float32)}
+        arrays[name] = view(arrays[name])
+        cache = LayerCache(**arrays, dtype="float32", block_size=4, layout="NHD")
+        k, v = (np.ones((1, 2, array.shape[3]), np.float32) for array in arrays.values())
+        table = np.array([1], np.int32)
+        for call in (
+            lambda: backend.write(cache, k, v, np.array([0])),
+            lambda: backend.gather(cache, table, 1),
+            lambda: backend.copy_blocks([cache], np.array([[1, 2]], np.int32)),
+        ):
+            with pytest.raises(ValueError, match=rf"cache\.{name}: {message}"):
+                call()
+        assert not cache.k.any()
+        assert not cache.v.any()

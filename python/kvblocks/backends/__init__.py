@@ -14,8 +14,9 @@ __all__ = ["BACKENDS", "DEFAULT_BACKEND", "Backend", "Supported", "get_backend"]
 # name -> (module, class)
 BACKENDS = {
     "numpy": ("kvblocks.backends.numpy", "NumpyBackend"),
+    "cpu": ("kvblocks.backends.cpu", "CpuBackend"),
 }
-DEFAULT_BACKEND = "numpy"
+DEFAULT_BACKEND = "cpu"
 
 
 def get_backend(name: str | None = None) -> Backend:

@@ -21,15 +21,7 @@ from kvblocks.backends.checks import (
     check_write,
 )
 from kvblocks.config import LAYOUTS, STORAGE_DTYPES, CacheConfig
-from kvblocks.layout import (
-    LayerCache,
-    convert,
-    dtype_name,
-    from_float32,
-    storage_dtype,
-    storage_shape,
-    to_float32,
-)
+from kvblocks.layout import LayerCache, allocate_host, convert, dtype_name, from_float32, to_float32
 
 Floats = NDArray[np.float64]
 
@@ -56,18 +48,7 @@ class NumpyBackend:
     def allocate(self, config: CacheConfig, num_blocks: int) -> list[LayerCache]:
         """See `Backend.allocate`."""
         check_config(_SUPPORTED, config, num_blocks)
-        dtype = storage_dtype(config.dtype)
-        k_shape, v_shape = storage_shape(config, num_blocks)
-        return [
-            LayerCache(
-                np.empty(k_shape, dtype),
-                np.empty(v_shape, dtype),
-                config.dtype,
-                config.block_size,
-                config.layout,
-            )
-            for _ in range(config.num_layers)
-        ]
+        return allocate_host(config, num_blocks)
 
     @_data_may_be_anything
     def write(
@@ -216,7 +197,7 @@ def _attend_row(
     if alibi_slopes is not None:
         scores -= alibi_slopes.astype(np.float64)[:, None, None] * distance
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    scores[:, ~visible] = -np.inf
+    np.copyto(scores, -np.inf, where=~visible)
 
     highest = scores.max(axis=-1, keepdims=True)
     if sinks is not None:

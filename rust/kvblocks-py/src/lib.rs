@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 
 mod answers;
 mod arrays;
+mod cpu;
 mod errors;
 mod manager;
 mod process;
@@ -19,5 +20,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     answers::register(module)?;
     module.add_class::<manager::PyBlockManager>()?;
     module.add_class::<step::PyStepBuffers>()?;
+    cpu::register(module)?;
     process::register(module)
 }

@@ -1,0 +1,200 @@
+"""The CPU backend: the kernels of the Rust crate kvblocks-cpu over NumPy arrays.
+
+Owns `CpuBackend`. Imports kvblocks._core, layout and the shared checks.
+Invariant: arguments pass the shared checks before a kernel sees them; the kernels get flat views of the caller's
+memory, and a copy only of what is not contiguous.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks._core import cpu_attend, cpu_copy_blocks, cpu_gather, cpu_merge_states, cpu_write
+from kvblocks.backends.base import Supported
+from kvblocks.backends.checks import (
+    check_attend,
+    check_config,
+    check_copies,
+    check_gather,
+    check_merge,
+    check_write,
+)
+from kvblocks.config import LAYOUTS, STORAGE_DTYPES, CacheConfig
+from kvblocks.layout import LayerCache, allocate_host, dtype_name
+
+_SUPPORTED = Supported(
+    q_dtypes=tuple(STORAGE_DTYPES),
+    kv_dtypes=tuple(STORAGE_DTYPES),
+    layouts=LAYOUTS,
+    features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse"}),
+)
+# Lengths are int32, so a wider window sees everything too.
+_WIDEST_WINDOW = 2**31 - 1
+
+
+class CpuBackend:
+    """Every feature, any head dims, any block size; float32 accumulation; releases the interpreter."""
+
+    name = "cpu"
+
+    def supported(self) -> Supported:
+        """See `Backend.supported`."""
+        return _SUPPORTED
+
+    def allocate(self, config: CacheConfig, num_blocks: int) -> list[LayerCache]:
+        """See `Backend.allocate`."""
+        check_config(_SUPPORTED, config, num_blocks)
+        return allocate_host(config, num_blocks)
+
+    def write(
+        self, cache: LayerCache, k: NDArray[Any], v: NDArray[Any], slot_mapping: NDArray[np.int64]
+    ) -> None:
+        """See `Backend.write`."""
+        check_write(_SUPPORTED, cache, k, v, slot_mapping)
+        slots = np.ascontiguousarray(slot_mapping)
+        parts = (_part("cache.k", cache.k, cache.k_nhd), _part("cache.v", cache.v, cache.v_nhd))
+        for (elements, geometry), rows in zip(parts, (k, v), strict=True):
+            rows = rows[: len(slots)]
+            cpu_write(elements, cache.dtype, geometry, _flat(rows), dtype_name(rows.dtype), slots)
+
+    def attend(
+        self,
+        cache: LayerCache,
+        q: NDArray[Any],
+        block_tables: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        query_start_loc: NDArray[np.int32],
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: NDArray[np.float32] | None = None,
+        alibi_slopes: NDArray[np.float32] | None = None,
+        out: NDArray[Any] | None = None,
+        lse: NDArray[np.float32] | None = None,
+    ) -> NDArray[Any]:
+        """See `Backend.attend`. Time O(num_q_heads * queries * visible keys), memory O(num_q_heads)."""
+        scale, window, out = check_attend(
+            _SUPPORTED,
+            cache,
+            q,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            out=out,
+            lse=lse,
+        )
+        # Where a result may not be contiguous, the kernel fills a buffer that is copied over.
+        out_buffer = np.ascontiguousarray(out)
+        lse_buffer = None if lse is None else np.ascontiguousarray(lse)
+        cpu_attend(
+            (_flat(q), dtype_name(q.dtype), q.shape[1]),
+            (
+                cache.dtype,
+                _part("cache.k", cache.k, cache.k_nhd),
+                _part("cache.v", cache.v, cache.v_nhd),
+            ),
+            (
+                _flat(block_tables),
+                block_tables.shape[1],
+                np.ascontiguousarray(seq_lens),
+                np.ascontiguousarray(query_start_loc),
+            ),
+            (
+                scale,
+                None if window is None else min(window, _WIDEST_WINDOW),
+                None if soft_cap is None else float(soft_cap),
+                None if sinks is None else np.ascontiguousarray(sinks),
+                None if alibi_slopes is None else np.ascontiguousarray(alibi_slopes),
+            ),
+            (_flat(out_buffer), None if lse_buffer is None else _flat(lse_buffer)),
+        )
+        if out_buffer is not out:
+            out[...] = out_buffer
+        if lse is not None and lse_buffer is not None and lse_buffer is not lse:
+            lse[...] = lse_buffer
+        return out
+
+    def copy_blocks(self, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
+        """See `Backend.copy_blocks`."""
+        check_copies(_SUPPORTED, caches, copies)
+        pairs = _flat(copies)
+        parts = [
+            (cache.dtype, _part(name, array, nhd))
+            for cache in caches
+            for name, array, nhd in (("cache.k", cache.k, cache.k_nhd), ("cache.v", cache.v, cache.v_nhd))
+        ]
+        for dtype, (elements, geometry) in parts:
+            cpu_copy_blocks(elements, dtype, geometry, pairs)
+
+    def gather(
+        self, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """See `Backend.gather`."""
+        check_gather(_SUPPORTED, cache, block_table, seq_len)
+        table = np.ascontiguousarray(block_table)
+        k = np.empty((seq_len, cache.num_kv_heads, cache.head_dim), np.float32)
+        v = np.empty((seq_len, cache.num_kv_heads, cache.head_dim_v), np.float32)
+        for name, array, nhd, rows in (
+            ("cache.k", cache.k, cache.k_nhd, k),
+            ("cache.v", cache.v, cache.v_nhd, v),
+        ):
+            elements, geometry = _part(name, array, nhd)
+            cpu_gather(elements, cache.dtype, geometry, table, int(seq_len), _flat(rows))
+        return k, v
+
+    def merge_states(
+        self,
+        out_a: NDArray[Any],
+        lse_a: NDArray[np.float32],
+        out_b: NDArray[Any],
+        lse_b: NDArray[np.float32],
+    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """See `Backend.merge_states`."""
+        check_merge(_SUPPORTED, out_a, lse_a, out_b, lse_b)
+        out, lse = np.empty(out_a.shape, out_a.dtype), np.empty(lse_a.shape, np.float32)
+        cpu_merge_states(
+            (_flat(out_a), _flat(lse_a)),
+            (_flat(out_b), _flat(lse_b)),
+            dtype_name(out_a.dtype),
+            out_a.shape[2],
+            (_flat(out), _flat(lse)),
+        )
+        return out, lse
+
+
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    """A contiguous array as one axis (a view), any other as a copy; float16 as its uint16 bits."""
+    return _bits(np.ascontiguousarray(array).reshape(-1))
+
+
+def _bits(array: NDArray[Any]) -> NDArray[Any]:
+    return array.view(np.uint16) if array.dtype == np.float16 else array
+
+
+def _part(name: str, array: NDArray[Any], nhd: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...]]:
+    """K or V as the one-axis view from its first to its last element, and its geometry in elements."""
+    itemsize = array.itemsize
+    for axis, stride in enumerate(array.strides):
+        if stride < 0 or stride % itemsize or (axis == 3 and stride != itemsize):
+            raise ValueError(
+                f"{name}: axis {axis} has a stride of {stride} bytes, expected "
+                f"{itemsize if axis == 3 else f'a multiple of {itemsize}'}"
+            )
+    if array.flags.c_contiguous:
+        elements = array.reshape(-1)
+    else:
+        span = (
+            1
+            + sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
+            // itemsize
+        )
+        elements = np.lib.stride_tricks.as_strided(array, (span,), (itemsize,))
+    return _bits(elements), (*(stride // itemsize for stride in nhd.strides[:3]), *nhd.shape)

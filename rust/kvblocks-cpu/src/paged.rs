@@ -1,0 +1,108 @@
+//! Where a token lives: (block table, position) -> slot -> row. The only maker of cache offsets. Imports `error`.
+//!
+//! Invariant: a `Paged` that passed `check` against a length keeps every row of every slot inside that length.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+
+/// Geometry of K or V of one layer, in elements; the elements of a row are contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Paged {
+    /// Elements between two blocks.
+    pub block_stride: usize,
+    /// Elements between two tokens of a block.
+    pub token_stride: usize,
+    /// Elements between two heads of a token.
+    pub head_stride: usize,
+    /// Blocks of storage.
+    pub num_blocks: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// Heads of a token.
+    pub num_heads: usize,
+    /// Elements of a row.
+    pub head_dim: usize,
+}
+
+/// K or V of one layer.
+#[derive(Debug, Clone, Copy)]
+pub struct Cache<'a, T> {
+    /// The elements that the geometry addresses.
+    pub data: &'a [T],
+    /// Where they are.
+    pub paged: Paged,
+}
+
+impl Paged {
+    /// A dense `[num_blocks, block_size, num_heads, head_dim]`.
+    pub fn nhd(num_blocks: usize, block_size: usize, num_heads: usize, head_dim: usize) -> Result<Self> {
+        let token_stride = product(num_heads, head_dim)?;
+        let block_stride = product(token_stride, block_size)?;
+        let head_stride = head_dim;
+        Ok(Self { block_stride, token_stride, head_stride, num_blocks, block_size, num_heads, head_dim })
+    }
+
+    /// A dense `[num_blocks, num_heads, block_size, head_dim]`.
+    pub fn hnd(num_blocks: usize, block_size: usize, num_heads: usize, head_dim: usize) -> Result<Self> {
+        let head_stride = product(block_size, head_dim)?;
+        let block_stride = product(head_stride, num_heads)?;
+        let token_stride = head_dim;
+        Ok(Self { block_stride, token_stride, head_stride, num_blocks, block_size, num_heads, head_dim })
+    }
+
+    /// Slots of storage.
+    pub fn num_slots(&self) -> usize {
+        // Cannot saturate once checked: every slot holds an element or more.
+        self.num_blocks.saturating_mul(self.block_size)
+    }
+
+    /// Every size is 1 or more and the last row ends within `len` elements.
+    pub(crate) fn check(&self, argument: &'static str, len: usize) -> Result<()> {
+        let sizes = [self.num_blocks, self.block_size, self.num_heads, self.head_dim];
+        let strides = [self.block_stride, self.token_stride, self.head_stride, 1];
+        let end = sizes.iter().zip(strides).try_fold(1usize, |end, (&size, stride)| {
+            end.checked_add(size.checked_sub(1)?.checked_mul(stride)?)
+        });
+        // Strides of 0 would let a huge cache end early; rows that do not overlap need this many elements.
+        let elements = sizes.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
+        match (end, elements) {
+            (Some(end), Some(elements)) if end.max(elements) <= len => Ok(()),
+            (Some(end), Some(elements)) => {
+                Err(Error::Length { argument, got: len, expected: end.max(elements) })
+            }
+            _ => Err(Error::Size { argument }),
+        }
+    }
+
+    /// Elements of the row of a head at a slot below `num_slots`.
+    pub(crate) fn row(&self, slot: usize, head: usize) -> Range<usize> {
+        self.row_in_block(slot / self.block_size, slot % self.block_size, head)
+    }
+
+    /// Elements of the row of a head at an offset within a block.
+    pub(crate) fn row_in_block(&self, block: usize, offset: usize, head: usize) -> Range<usize> {
+        let start = block * self.block_stride + offset * self.token_stride + head * self.head_stride;
+        start..start + self.head_dim
+    }
+
+    /// Columns `columns` of a table name blocks of the storage.
+    pub(crate) fn check_table(
+        &self,
+        argument: &'static str,
+        table: &[i32],
+        columns: Range<usize>,
+    ) -> Result<()> {
+        for (column, &block) in table.iter().enumerate().take(columns.end).skip(columns.start) {
+            if usize::try_from(block).map_or(true, |block| block >= self.num_blocks) {
+                let high = self.num_blocks as i64 - 1;
+                return Err(Error::Row { argument, row: column, got: i64::from(block), low: 0, high });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn product(a: usize, b: usize) -> Result<usize> {
+    crate::error::product("geometry", &[a, b])
+}
