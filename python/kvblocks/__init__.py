@@ -7,7 +7,10 @@ their own tensors. Importing the package needs NumPy only; backends are imported
 from kvblocks._core import (
     Allocated,
     BlockManager,
+    Dropped,
     ForkedProcessError,
+    Fragmentation,
+    Freed,
     KVBlocksError,
     Later,
     Never,
@@ -18,10 +21,12 @@ from kvblocks._core import (
     Sequence,
     StaleHandleError,
     Stats,
+    Usage,
     __version__,
+    block_hashes,
 )
 from kvblocks.backends import Backend, get_backend
-from kvblocks.batch import Step
+from kvblocks.batch import PackedStep, Step
 from kvblocks.cache import PagedKVCache
 from kvblocks.config import CacheConfig, parse_memory
 from kvblocks.layout import LayerCache
@@ -31,12 +36,16 @@ __all__ = [
     "Backend",
     "BlockManager",
     "CacheConfig",
+    "Dropped",
     "ForkedProcessError",
+    "Fragmentation",
+    "Freed",
     "KVBlocksError",
     "Later",
     "LayerCache",
     "Never",
     "Ok",
+    "PackedStep",
     "PagedKVCache",
     "PreemptedError",
     "Prompt",
@@ -45,7 +54,9 @@ __all__ = [
     "StaleHandleError",
     "Stats",
     "Step",
+    "Usage",
     "__version__",
+    "block_hashes",
     "get_backend",
     "parse_memory",
 ]

@@ -9,13 +9,15 @@ Every method may be called from any thread. Every method is all-or-nothing: afte
 """
 
 from collections.abc import Sequence as _Seq
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 _Handles: TypeAlias = NDArray[np.int64] | _Seq[int] | int
 _Counts: TypeAlias = NDArray[np.int32] | _Seq[int] | int
+_Key: TypeAlias = str | bytes | int | bool
+_Media: TypeAlias = _Seq[tuple[_Key, int, int]]
 _Tokens: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | _Seq[int]
 
 __version__: str
@@ -44,6 +46,9 @@ class Prompt:
     @property
     def tokens(self) -> NDArray[np.int64]:
         """Token ids [num_tokens]; a copy. O(tokens)."""
+    @property
+    def block_hashes(self) -> NDArray[np.uint8]:
+        """Digests of the full blocks [num_blocks, 16 or 32 bytes]; no rows when the prefix cache is off."""
     def __len__(self) -> int: ...
 
 @final
@@ -100,6 +105,8 @@ class Scheduled:
     @property
     def num_copies(self) -> int: ...
     @property
+    def num_changes(self) -> int: ...
+    @property
     def max_blocks(self) -> int:
         """Length of the longest block table of the step."""
     @property
@@ -126,6 +133,64 @@ class Sequence:
     def is_preempted(self) -> bool: ...
 
 @final
+class Freed:
+    """What `free` gave back."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that nobody owns any more."""
+    @property
+    def num_deferred(self) -> int:
+        """Blocks that transfers still own: they come back when those end."""
+    def __bool__(self) -> Literal[True]: ...
+
+@final
+class Dropped:
+    """What `drop_range` took out: the block-aligned range of token positions, empty if start == end."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that nobody owns any more."""
+    def __bool__(self) -> Literal[True]: ...
+
+@final
+class Usage:
+    """What one namespace uses now, and what its admissions have looked up so far."""
+
+    @property
+    def live_blocks(self) -> int: ...
+    @property
+    def cached_blocks(self) -> int: ...
+    @property
+    def used_slots(self) -> int: ...
+    @property
+    def num_seqs(self) -> int: ...
+    @property
+    def queried_tokens(self) -> int: ...
+    @property
+    def hit_tokens(self) -> int: ...
+    def __bool__(self) -> Literal[True]: ...
+
+@final
+class Fragmentation:
+    """Where the free blocks lie; paged allocation does not care, whoever shrinks a pool does."""
+
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def num_runs(self) -> int:
+        """Runs of consecutive free ids."""
+    @property
+    def longest_run_blocks(self) -> int: ...
+    @property
+    def run_histogram(self) -> NDArray[np.int64]:
+        """Runs by length: entry i counts those of 2**i to 2**(i + 1) - 1 blocks."""
+
+@final
 class Stats:
     """A snapshot of the pool's counters, O(1) to take."""
 
@@ -144,13 +209,25 @@ class Stats:
         """Blocks held by transfers."""
     @property
     def logical_blocks(self) -> int:
-        """Sum of the lengths of all block tables; logical / live is the sharing factor."""
+        """Blocks named by all block tables together; logical / live is the sharing factor."""
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks that sequences with a declared maximum may still ask for."""
     @property
     def num_seqs(self) -> int:
         """Sequences that hold a handle, preempted ones included."""
     @property
+    def num_transfers(self) -> int:
+        """Transfers that have not ended."""
+    @property
+    def num_steps(self) -> int:
+        """Steps scheduled."""
+    @property
     def used_slots(self) -> int:
         """Slots of live blocks that hold a computed token, shared blocks counted once."""
+    @property
+    def reserved_slots(self) -> int:
+        """Slots reserved beyond what is scheduled, over all sequences."""
     @property
     def allocated_slots(self) -> int:
         """live_blocks * block_size."""
@@ -170,9 +247,18 @@ class Stats:
     @property
     def hit_requests(self) -> int: ...
     @property
+    def queried_blocks(self) -> int: ...
+    @property
+    def hit_blocks(self) -> int: ...
+    @property
     def queried_tokens(self) -> int: ...
     @property
     def hit_tokens(self) -> int: ...
+    @property
+    def readmit_requests(self) -> int:
+        """Admissions of preempted sequences; they hit their own blocks, so they are counted apart."""
+    @property
+    def readmit_hit_requests(self) -> int: ...
     @property
     def readmit_queried_tokens(self) -> int: ...
     @property
@@ -187,6 +273,12 @@ class Stats:
         """Copy-on-write copies requested."""
     @property
     def preemptions(self) -> int: ...
+    @property
+    def completed_transfers(self) -> int: ...
+    @property
+    def failed_transfers(self) -> int: ...
+    @property
+    def cancelled_transfers(self) -> int: ...
 
 @final
 class BlockManager:
@@ -198,6 +290,15 @@ class BlockManager:
     watermark_blocks: blocks that admissions leave free for running sequences; never binds `schedule`, nor the
     only sequence.
     seed: of the block hashes; random by default. Block ids never depend on it.
+    algorithm: "xxh3" (128 bits), or "sha256" for digests that leave the process. Content is compared on a hit.
+    full_hit: what a prompt that is cached as a whole leaves to compute: its last "block", or its last "token", for
+    which the last block is copied on write.
+    publish: a block can be hit once its step is committed ("commit"), or already once it is scheduled and its ids
+    are known ("schedule"): then a scheduled step must run or be aborted.
+    merge: let a sequence give up a block whose content an older block has, and use that one.
+    reuse: of blocks without content, "last_freed" first and cached blocks last; or "first_freed" of all, cached or
+    not, as engines with one queue do.
+    series_every, series_len: sample the counters every so many steps (0: never), keep so many samples.
     """
 
     def __new__(
@@ -209,6 +310,13 @@ class BlockManager:
         watermark_blocks: int = 0,
         null_block: bool = True,
         seed: int | None = None,
+        algorithm: Literal["xxh3", "sha256"] = "xxh3",
+        full_hit: Literal["block", "token"] = "block",
+        publish: Literal["commit", "schedule"] = "commit",
+        merge: bool = False,
+        reuse: Literal["last_freed", "first_freed"] = "last_freed",
+        series_every: int = 0,
+        series_len: int = 1024,
     ) -> BlockManager: ...
     @property
     def num_blocks(self) -> int: ...
@@ -219,37 +327,84 @@ class BlockManager:
     @property
     def null_block_id(self) -> int:
         """What pads block tables: 0, or -1 without a null block."""
-    def prepare(self, tokens: _Tokens) -> Prompt:
-        """Hash a prompt once, for any number of later look-ups. O(tokens); releases the interpreter."""
-    def match_prefix(self, prompt: Prompt) -> int:
-        """Leading tokens that `allocate` would find cached; no side effects. O(hit blocks)."""
-    def can_allocate(self, prompt: Prompt, reserve: int | None = None) -> Ok | Later | Never:
-        """What `allocate` with the same arguments would answer. O(hit blocks)."""
-    def allocate(
-        self, prompt: Prompt, reserve: int | None = None, *, use_cache: bool = True
-    ) -> Allocated | Later | Never:
-        """Admit a request: pin its cached prefix, then take blocks for its first `reserve` tokens (default:
-        all).
+    @property
+    def seed(self) -> int:
+        """Of the block hashes: routers and stores that compute them need it."""
+    def prepare(
+        self,
+        tokens: _Tokens,
+        *,
+        adapter: _Key | None = None,
+        salt: _Key | None = None,
+        media: _Media | None = None,
+    ) -> Prompt:
+        """Hash a prompt once, for any number of later look-ups.
 
-        At least one token is always left to compute: a full hit uses floor((n - 1) / block_size) blocks. A
-        prompt handed out by `preempt` continues its own handle. Never is judged on the whole prompt, Later on
-        the reservation. Raises StaleHandleError if the preempted sequence was freed or already resumed.
-        O(blocks).
+        Prompts share blocks only under equal keys. adapter: the weights that compute the K/V. salt: the tenant,
+        chosen by the trusted side. Both hold for the whole prompt and are its namespace. media: (digest, start,
+        length) of items whose placeholder tokens stand at start..start + length; a digest of full width. Keys of
+        different types differ. Raises ValueError for empty keys and for media outside the prompt. O(tokens);
+        releases the interpreter for long prompts.
+        """
+    def match_prefix(self, prompt: Prompt, *, recompute_last_hit: bool = False) -> int:
+        """Leading tokens that `allocate` would find cached; no side effects. O(hit blocks)."""
+    def can_allocate(
+        self,
+        prompt: Prompt,
+        reserve: int | None = None,
+        *,
+        use_cache: bool = True,
+        recompute_last_hit: bool = False,
+        max_tokens: int | None = None,
+    ) -> Ok | Later | Never:
+        """What `allocate` with the same arguments would answer. O(hit blocks).
+
+        With reserve or max_tokens = prompt + new tokens it answers whether a request can ever be served.
+        """
+    def allocate(
+        self,
+        prompt: Prompt,
+        reserve: int | None = None,
+        *,
+        use_cache: bool = True,
+        recompute_last_hit: bool = False,
+        max_tokens: int | None = None,
+    ) -> Allocated | Later | Never:
+        """Admit a request: pin its cached prefix, then take blocks for its first `reserve` tokens.
+
+        reserve: the whole prompt by default; fewer for a chunk, more for room to grow. max_tokens: how long the
+        sequence may become; room for it is kept from later admissions. recompute_last_hit: leave the last block
+        that was found to be computed again. At least one token is always left to compute, see `full_hit`. A
+        prompt handed out by `preempt` continues its own handle. Never is judged on the whole prompt, reserve and
+        max_tokens; Later on what must be free now. Raises StaleHandleError if the preempted sequence was freed
+        or already resumed. O(blocks).
         """
     def commit(self, handles: _Handles, counts: _Counts, tokens: _Tokens | None = None) -> None:
         """Accept the first `counts[i]` tokens of the oldest uncommitted step of each sequence.
 
-        tokens: ids, flat, in row order, of the accepted tokens that are not known yet (the prompt's are).
-        Blocks filled by them are published in the prefix cache. The rest of the step (rejected drafts) is
-        rolled back and its blocks are returned. Call it once the step that writes is ordered before any later
-        reader. Raises ValueError if a count exceeds the step, if ids are missing or superfluous, or if tokens
-        would be rejected while a later step is in flight. O(accepted tokens).
+        tokens: ids, flat, in row order, of the accepted tokens that are not known yet (the prompt's are), or of
+        all accepted tokens, of which the known ones must be the same. Blocks filled by them are published in the
+        prefix cache. The rest of the step (rejected drafts) is rolled back and its blocks are returned. Call it
+        once the step that writes is ordered before any later reader. Raises ValueError if a count exceeds the
+        step, if ids are missing, superfluous or different, or if tokens would be rejected while a later step is
+        in flight. O(accepted tokens).
+        """
+    def abort_step(self, handles: _Handles) -> None:
+        """Take back the newest step of each sequence, which must not have run, as if it had not been scheduled.
+
+        Copies that it made stay made. Raises ValueError without a step in flight, and if others have hit blocks
+        that it had published. O(its blocks).
         """
     def fork(self, handles: _Handles, num_children: _Counts = 1) -> NDArray[np.int64]:
         """Snapshot each sequence's computed tokens into children that share its blocks; copies nothing.
 
         Returns the children's handles [sum(num_children)], grouped by parent. A partly filled block is copied
         when one of its owners is next scheduled into it; the last owner writes in place. O(blocks).
+        """
+    def reorder(self, handles: _Handles, parents: NDArray[np.int32] | _Seq[int]) -> None:
+        """Let sequence i continue what sequence `parents[i]` (a row of the batch) has computed: beam search.
+
+        All are replaced at once; the handles stay. Raises ValueError with steps in flight. O(blocks).
         """
     def truncate(
         self, handles: _Handles, lengths: _Counts, *, spare: Literal["free", "keep"] = "free"
@@ -260,30 +415,80 @@ class BlockManager:
         spare="keep" keeps the private, unpublished blocks beyond the cut in the table. Raises ValueError for a
         length beyond the sequence or below a step in flight. O(blocks given back).
         """
+    def drop_range(self, handle: int, start: int, end: int, *, unpublish: bool = False) -> Dropped:
+        """Take the computed blocks wholly within positions start..end out of a sequence, as a window moves on.
+
+        Positions and num_tokens stay; tables show the null block there. unpublish: those that nobody else owns
+        cannot be hit any more. Raises ValueError for a range outside the sequence. O(blocks of the table).
+        """
+    def move_slots(
+        self, handles: _Handles, counts: _Counts, accepted: NDArray[np.int32] | _Seq[int]
+    ) -> NDArray[np.int64]:
+        """Slots (src, dst) [m, 2] to copy so that the accepted tokens of a draft tree stand in a row.
+
+        accepted: flat by counts, increasing indices within the oldest step of each sequence. Changes nothing;
+        commit the counts afterwards. A slot may be both src and dst: copy in order, or read all first.
+        """
+    def set_max_tokens(self, handles: _Handles, max_tokens: _Counts) -> None:
+        """Declare how long sequences may become: admissions keep room for it. O(n)."""
     def preempt(self, handles: _Handles) -> list[Prompt]:
         """Give the blocks back and hand out each token history; the handle stays, to be resumed by
         `allocate`.
 
         Steps in flight are dropped. Preempting a preempted sequence hands out the same history. O(tokens).
         """
-    def free(self, handles: _Handles, *, missing_ok: bool = False) -> int:
-        """End sequences; returns the blocks that no sequence uses any more. Legal at any stage.
+    def free(self, handles: _Handles, *, missing_ok: bool = False) -> Freed:
+        """End sequences. Legal at any stage.
 
-        Published blocks stay cached, the tail first in line for eviction. Raises StaleHandleError, unless
-        missing_ok. O(blocks).
+        Published blocks stay cached, the tail first in line for eviction; blocks in a transfer come back when it
+        ends. Raises StaleHandleError, unless missing_ok. O(blocks).
         """
+    def reclaimable(self, handles: _Handles) -> int:
+        """Blocks that `free` of exactly these sequences would give back now. O(blocks)."""
+    def begin_transfer(self, handle: int, start: int | None = None, end: int | None = None) -> int:
+        """Let a transfer own the blocks of columns start..end (default: all) of a sequence's table.
+
+        Returns its handle. It keeps them until it ends, whatever happens to the sequence. Meanwhile a write into a
+        partly filled one copies it first, so end a load before its blocks are scheduled. O(blocks).
+        """
+    def complete_transfer(self, transfer: int) -> int:
+        """End a transfer that has arrived; returns the blocks that nobody owns any more.
+
+        Raises StaleHandleError for one that has ended already. O(blocks).
+        """
+    def fail_transfer(self, transfer: int) -> int:
+        """End a transfer that broke off; as `complete_transfer`, counted apart."""
+    def cancel_transfer(self, transfer: int) -> int:
+        """End a transfer that was called off; as `complete_transfer`, counted apart."""
+    def pending_transfers(self) -> NDArray[np.int64]:
+        """Transfers that have not ended [n, 3]: handle, blocks, steps scheduled since it began."""
     def sequence(self, handle: int) -> Sequence:
         """The cursors of a sequence, O(1)."""
     def block_table(self, handle: int) -> NDArray[np.int32]:
         """Block ids [num_blocks] of a sequence; a copy."""
     def tokens(self, handle: int) -> NDArray[np.int64]:
         """Known token ids [num_tokens] of a sequence; a copy. O(tokens)."""
+    def namespace_usage(self, *, adapter: _Key | None = None, salt: _Key | None = None) -> Usage:
+        """What a namespace uses; zeros for one that nothing belongs to. No keys: the default one. O(1)."""
+    def fragmentation(self) -> Fragmentation:
+        """Where the free blocks lie. O(num_blocks / 64 + runs)."""
+    def series(self) -> NDArray[np.int64]:
+        """The samples kept, oldest first [n, 7].
+
+        Columns: step; live, cached, free and held blocks; used slots; logical blocks. O(samples).
+        """
     def stats(self) -> Stats:
         """Counters of the pool, O(1)."""
     def reset_peaks(self) -> None:
         """Start the peaks afresh from the current use."""
     def reset_prefix_cache(self) -> int:
-        """Forget every cached block that no sequence uses; returns how many."""
+        """Forget every cached block that nobody owns; returns how many. O(cached blocks)."""
+    def drop_namespace(self, *, adapter: _Key | None = None, salt: _Key | None = None) -> int:
+        """Make all blocks under an adapter, a salt, or both unfindable; returns how many, those in use included.
+
+        What sequences under it compute from now on is not published either. Raises ValueError without a key.
+        O(num_blocks).
+        """
     def check_integrity(self) -> list[str]:
         """Recompute every counter and list from scratch; the violations found, empty when sound. O(capacity)."""
 
@@ -291,21 +496,22 @@ class BlockManager:
 class StepBuffers:
     """The caller's index arrays, filled by `schedule` in one call; the arrays are kept and cannot be resized.
 
-    block_tables int32 [max_seqs, max_blocks_per_seq], slot_mapping int64 [max_tokens], positions int32
-    [max_tokens], seq_lens int32 [max_seqs], query_start_loc int32 [max_seqs + 1], copies int32 [max_seqs, 2];
-    C-contiguous and writable.
+    block_tables: int32 [max_seqs, max_blocks_per_seq]. packed: int64 [layout(..)["num_words"]], which holds all
+    other arrays: slot_mapping int64 [max_tokens], positions int32 [max_tokens], seq_lens int32 [max_seqs],
+    query_start_loc int32 [max_seqs + 1], copies int32 [max_seqs, 2], changes int32 [max_seqs, 3]. Both
+    C-contiguous and writable; pinned memory is as good as any.
     """
 
     def __new__(
         cls,
         manager: BlockManager,
         block_tables: NDArray[np.int32],
-        slot_mapping: NDArray[np.int64],
-        positions: NDArray[np.int32],
-        seq_lens: NDArray[np.int32],
-        query_start_loc: NDArray[np.int32],
-        copies: NDArray[np.int32],
+        packed: NDArray[np.int64],
+        max_tokens: int,
     ) -> StepBuffers: ...
+    @staticmethod
+    def layout(max_seqs: int, max_tokens: int) -> dict[str, Any]:
+        """Places of the arrays in `packed`: name -> (first byte, byte after the last), and "num_words"."""
     def schedule(
         self,
         handles: _Handles,
@@ -375,3 +581,20 @@ def cpu_merge_states(
     output: tuple[_Elements, NDArray[np.float32]],
 ) -> None:
     """Merge the states a and b, each (out, lse), into output (out, lse)."""
+
+def block_hashes(
+    tokens: _Tokens,
+    block_size: int,
+    *,
+    seed: int,
+    algorithm: Literal["xxh3", "sha256"] = "xxh3",
+    parent: bytes | None = None,
+    adapter: _Key | None = None,
+    salt: _Key | None = None,
+    media: _Media | None = None,
+) -> NDArray[np.uint8]:
+    """Digests of the full blocks of a prompt [n, 16 or 32 bytes], as a manager with this seed gives them.
+
+    parent: the digest of an earlier block, to go on from it; media positions then count from its end, and the
+    namespace is in it already. The encoding is documented in docs/hashing.md. O(tokens); releases the interpreter.
+    """

@@ -1,13 +1,14 @@
 """The step of a batch: index arrays made once and filled by the core in one call per scheduler step.
 
-Owns `Step`. Imports the core.
+Owns `Step` and `PackedStep`. Imports the core.
 Invariant: the arrays are never reallocated, so a view, an address or a pinned copy of them stays good for the
-life of the step; they hold the last batch that was scheduled, a refused one changes nothing.
+life of the step. They hold the last batch that was scheduled; a refused one changes nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,37 @@ from kvblocks._core import BlockManager, Scheduled, StepBuffers
 if TYPE_CHECKING:
     from kvblocks._core import _Counts, _Handles
 
+_T = TypeVar("_T", bound=np.generic)
+
+
+class _Member:
+    """One set of arrays of the ring: the block tables, and all others in one packed buffer."""
+
+    def __init__(self, manager: BlockManager, max_seqs: int, max_tokens: int, columns: int) -> None:
+        places = StepBuffers.layout(max_seqs, max_tokens)
+        self.block_tables = np.empty((max_seqs, columns), np.int32)
+        self.packed = np.zeros(places["num_words"], np.int64)
+        self.buffers = StepBuffers(manager, self.block_tables, self.packed, max_tokens)
+
+        def view(name: str, dtype: type[_T]) -> NDArray[_T]:
+            start, end = places[name]
+            return self.packed.view(np.uint8)[start:end].view(dtype)
+
+        self.slot_mapping = view("slot_mapping", np.int64)
+        self.positions = view("positions", np.int32)
+        self.seq_lens = view("seq_lens", np.int32)
+        self.query_start_loc = view("query_start_loc", np.int32)
+        self.copies = view("copies", np.int32).reshape(-1, 2)
+        self.changes = view("changes", np.int32).reshape(-1, 3)
+        self.num_rows = self.num_tokens = self.num_cols = self.num_copies = self.num_changes = 0
+
 
 class Step:
     """Index arrays of one forward pass; the Step owns them, `schedule` fills them.
 
     max_seqs: rows; max_tokens: scheduled tokens of all rows; max_blocks_per_seq: columns of the block tables
-    (default: the pool's capacity). Raises ValueError for a size below 1.
+    (default: the pool's capacity). depth: sets of arrays, used in turn: with 2, the last step may still be
+    copied to a device while the next is written. Raises ValueError for a size below 1.
     """
 
     def __init__(
@@ -32,28 +58,22 @@ class Step:
         max_seqs: int = 256,
         max_tokens: int = 8192,
         max_blocks_per_seq: int | None = None,
+        depth: int = 1,
     ) -> None:
         columns = manager.capacity_blocks if max_blocks_per_seq is None else max_blocks_per_seq
-        sizes = {"max_seqs": max_seqs, "max_tokens": max_tokens, "max_blocks_per_seq": columns}
+        sizes = {
+            "max_seqs": max_seqs,
+            "max_tokens": max_tokens,
+            "max_blocks_per_seq": columns,
+            "depth": depth,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} is {size}, expected 1 or more")
-        self._block_tables = np.empty((max_seqs, columns), np.int32)
-        self._slot_mapping = np.full(max_tokens, -1, np.int64)
-        self._positions = np.zeros(max_tokens, np.int32)
-        self._seq_lens = np.zeros(max_seqs, np.int32)
-        self._query_start_loc = np.zeros(max_seqs + 1, np.int32)
-        self._copies = np.zeros((max_seqs, 2), np.int32)
-        self._buffers = StepBuffers(
-            manager,
-            self._block_tables,
-            self._slot_mapping,
-            self._positions,
-            self._seq_lens,
-            self._query_start_loc,
-            self._copies,
-        )
-        self._num_rows = self._num_tokens = self._num_cols = self._num_copies = 0
+        self._block_size = manager.block_size
+        self._ring = [_Member(manager, max_seqs, max_tokens, columns) for _ in range(depth)]
+        self._at = 0
+        self._now = self._ring[0]
 
     def schedule(
         self,
@@ -69,7 +89,9 @@ class Step:
 
         The step's copies must run, for all layers, before its K/V is written.
         """
-        scheduled = self._buffers.schedule(
+        at = (self._at + 1) % len(self._ring)
+        member = self._ring[at]
+        scheduled = member.buffers.schedule(
             handles,
             num_new,
             lookahead=lookahead,
@@ -78,38 +100,118 @@ class Step:
             pad_tokens=pad_tokens,
         )
         if scheduled or policy == "fit":
-            self._num_rows = max(scheduled.num_seqs, pad_seqs)
-            self._num_tokens = max(scheduled.num_tokens, pad_tokens)
-            self._num_cols = scheduled.max_blocks
-            self._num_copies = scheduled.num_copies
+            member.num_rows = max(scheduled.num_seqs, pad_seqs)
+            member.num_tokens = max(scheduled.num_tokens, pad_tokens)
+            member.num_cols = scheduled.max_blocks
+            member.num_copies = scheduled.num_copies
+            member.num_changes = scheduled.num_changes
+            self._at, self._now = at, member
         return scheduled
 
     @property
     def block_tables(self) -> NDArray[np.int32]:
         """Block ids [num_seqs, longest table of the step], padded with the null block; a view."""
-        return self._block_tables[: self._num_rows, : self._num_cols]
+        now = self._now
+        return now.block_tables[: now.num_rows, : now.num_cols]
 
     @property
     def slot_mapping(self) -> NDArray[np.int64]:
         """Slot of each scheduled token [num_tokens], -1 for padding; a view."""
-        return self._slot_mapping[: self._num_tokens]
+        return self._now.slot_mapping[: self._now.num_tokens]
 
     @property
     def positions(self) -> NDArray[np.int32]:
         """Position of each scheduled token in its sequence [num_tokens]; a view."""
-        return self._positions[: self._num_tokens]
+        return self._now.positions[: self._now.num_tokens]
 
     @property
     def seq_lens(self) -> NDArray[np.int32]:
         """Tokens of each sequence [num_seqs], this step's included; a view."""
-        return self._seq_lens[: self._num_rows]
+        return self._now.seq_lens[: self._now.num_rows]
 
     @property
     def query_start_loc(self) -> NDArray[np.int32]:
         """Where each row's tokens start [num_seqs + 1]; a view."""
-        return self._query_start_loc[: self._num_rows + 1]
+        return self._now.query_start_loc[: self._now.num_rows + 1]
 
     @property
     def copies(self) -> NDArray[np.int32]:
         """Copy-on-write copies (src, dst) of the step [num_copies, 2]; a view."""
-        return self._copies[: self._num_copies]
+        return self._now.copies[: self._now.num_copies]
+
+    @property
+    def changes(self) -> NDArray[np.int32]:
+        """What changed in the block tables since this set of arrays was filled last; a view.
+
+        [num_changes, 3]: row, first column, number of columns, so that a device copy of the tables is kept up
+        to date by copying these ranges only.
+        """
+        return self._now.changes[: self._now.num_changes]
+
+    @property
+    def packed(self) -> NDArray[np.int64]:
+        """The buffer that holds all arrays but the block tables, for one copy to a device; the whole of it."""
+        return self._now.packed
+
+    def csr(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """The block tables in FlashInfer's form, as new arrays. O(blocks).
+
+        Returns kv_indptr [num_seqs + 1], kv_indices [total blocks] and kv_last_block_len [num_seqs], which is
+        in 1..block_size, and 0 for an empty sequence.
+        """
+        lens = self.seq_lens
+        blocks = -(-lens // self._block_size)
+        indptr = np.zeros(len(lens) + 1, np.int32)
+        np.cumsum(blocks, out=indptr[1:])
+        indices = self.block_tables[np.arange(self._now.num_cols) < blocks[:, None]]
+        last = (lens - (blocks - 1) * self._block_size) * (lens > 0)
+        return indptr, indices, last.astype(np.int32)
+
+    def pack(self) -> bytes:
+        """The whole step in one object, to broadcast to ranks that run no manager; see `PackedStep`."""
+        arrays = (getattr(self, name) for name in _PACKED)
+        tables = self.block_tables
+        header = np.array([_MAGIC, *tables.shape, len(self.slot_mapping), len(self.copies)], np.int64)
+        return b"".join([header.tobytes(), *(np.ascontiguousarray(array).tobytes() for array in arrays)])
+
+
+_MAGIC: Final = 0x3170657473766B  # "kvstep1"
+_PACKED: Final = ("slot_mapping", "positions", "seq_lens", "query_start_loc", "copies", "block_tables")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedStep:
+    """The arrays of a step that another process packed: read-only views of the bytes it sent."""
+
+    block_tables: NDArray[np.int32]
+    slot_mapping: NDArray[np.int64]
+    positions: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    query_start_loc: NDArray[np.int32]
+    copies: NDArray[np.int32]
+
+    @classmethod
+    def unpack(cls, data: bytes) -> PackedStep:
+        """Read what `Step.pack` wrote. Raises ValueError for anything else."""
+        header = np.frombuffer(data, np.int64, min(5, len(data) // 8)).tolist()
+        if len(header) < 5 or header[0] != _MAGIC or min(header) < 0:
+            raise ValueError(f"data is {len(data)} bytes that no Step.pack wrote")
+        _, rows, columns, tokens, copies = header
+        shapes: dict[str, tuple[int, ...]] = {
+            "slot_mapping": (tokens,),
+            "positions": (tokens,),
+            "seq_lens": (rows,),
+            "query_start_loc": (rows + 1,),
+            "copies": (copies, 2),
+            "block_tables": (rows, columns),
+        }
+        sizes = {name: (8 if name == "slot_mapping" else 4) * int(np.prod(shapes[name])) for name in _PACKED}
+        if len(data) != 40 + sum(sizes.values()):
+            raise ValueError(f"data has {len(data)} bytes, expected {40 + sum(sizes.values())}")
+        arrays: dict[str, Any] = {}
+        at = 40
+        for name in _PACKED:
+            dtype = np.int64 if name == "slot_mapping" else np.int32
+            arrays[name] = np.frombuffer(data[at : at + sizes[name]], dtype).reshape(shapes[name])
+            at += sizes[name]
+        return cls(**arrays)

@@ -12,13 +12,13 @@ use crate::sequence::{InFlight, Sequence};
 impl Manager {
     /// Accept the first `counts` tokens of the oldest step in flight of each sequence.
     ///
-    /// `ids` holds, flat and in row order, the ids of accepted tokens that are not known yet. The rest of the step is
-    /// rolled back and the blocks it had added are returned; that is an error while a later step is in flight, whose
+    /// `ids` holds, flat and in row order, the ids of the accepted tokens that are not known yet, or those of all accepted
+    /// tokens; ids that are known must be the same. The rest of the step is rolled back and the blocks it had added are returned; that is an error while a later step is in flight, whose
     /// positions it would move. O(accepted tokens).
     pub fn commit(&mut self, handles: &[SeqHandle], counts: Counts, ids: &[u32]) -> Result<()> {
         counts.check("counts", handles.len())?;
         self.next_batch();
-        let mut num_unknown = 0;
+        let (mut num_unknown, mut num_accepted) = (0, 0);
         for (row, &handle) in handles.iter().enumerate() {
             let seq = self.seqs.get_mut(handle.key()).ok_or(Error::StaleHandle(handle))?;
             check_member(seq, handle, self.batch, true)?;
@@ -31,15 +31,21 @@ impl Manager {
                 step => return Err(wrong_count(row, count, step)),
             }
             num_unknown += (seq.num_computed + count).saturating_sub(seq.num_known());
+            num_accepted += count;
         }
-        if ids.len() != num_unknown {
+        let all_given = ids.len() == num_accepted && num_accepted > num_unknown;
+        if all_given {
+            self.check_known(handles, counts, ids)?;
+        } else if ids.len() != num_unknown {
             return Err(Error::Length { argument: "tokens", got: ids.len(), expected: num_unknown });
         }
         let mut rest = ids;
         for (row, handle) in handles.iter().enumerate() {
             let seq = &mut self.seqs[handle.key()];
             let count = counts.at(row);
-            let (own, others) = rest.split_at((seq.num_computed + count).saturating_sub(seq.num_known()));
+            let unknown = (seq.num_computed + count).saturating_sub(seq.num_known());
+            let (own, others) = rest.split_at(if all_given { count } else { unknown });
+            let own = &own[own.len() - unknown..];
             rest = others;
             if let Some(step) = seq.in_flight.pop_oldest() {
                 accept(seq, &mut self.pool, count, own);
@@ -55,6 +61,24 @@ impl Manager {
                     seq.blocks.reserve(seq.blocks.len() / 4 + 16);
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Compare the ids that are known with those given for all accepted tokens.
+    fn check_known(&self, handles: &[SeqHandle], counts: Counts, ids: &[u32]) -> Result<()> {
+        let mut at = 0;
+        for (row, handle) in handles.iter().enumerate() {
+            let seq = &self.seqs[handle.key()];
+            let count = counts.at(row);
+            let end = (seq.num_computed + count).min(seq.num_known());
+            let known = seq.prompt.ids.get(seq.num_computed..end).unwrap_or_default();
+            if let Some(wrong) = known.iter().zip(&ids[at..at + count]).position(|(known, id)| known != id) {
+                let expected = format!("{}, the known id of that token", known[wrong]);
+                let got = i64::from(ids[at + wrong]);
+                return Err(Error::Row { argument: "tokens", row: at + wrong, got, expected });
+            }
+            at += count;
         }
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! Block hashes: the chained digest that finds a block in the prefix cache. Imports nothing of the crate.
+//! Block hashes: the chained digest that finds a block in the prefix cache. Imports `error`,
+//! `keys`.
 //!
 //! Encoding, equal on every platform. The digest of block k covers, in this order: the digest of block k-1 (of the
 //! *root* for k = 0); each of its `block_size` token ids as 4 bytes little-endian; its extra keys, framed (see `keys`).
@@ -10,6 +11,9 @@
 
 use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+use crate::error::{Error, Result};
+use crate::keys::Keys;
 
 /// Digest of a block: 16 bytes for XXH3 (`high` is 0), 32 for SHA-256.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -98,10 +102,51 @@ impl BlockHasher {
     }
 }
 
+impl BlockHasher {
+    /// Digests of the full blocks of a prompt, as a manager with this hasher gives them; with `parent`, the digest of
+    /// an earlier block, of what follows that block (media positions count from there). O(tokens).
+    pub fn chain(
+        &self,
+        tokens: &[u32],
+        keys: &Keys,
+        parent: Option<&[u8]>,
+        block_size: usize,
+    ) -> Result<Vec<Digest>> {
+        keys.check(tokens.len())?;
+        if block_size == 0 {
+            return Err(Error::Value { argument: "block_size", got: 0, expected: "1 or more".into() });
+        }
+        let mut digest = match parent {
+            None => self.root(&keys.namespace()),
+            Some(bytes) => Digest::from_bytes(bytes, self.algorithm)?,
+        };
+        let extras: std::collections::HashMap<_, _> = keys.extras(block_size).into_iter().collect();
+        let blocks = tokens.chunks_exact(block_size).enumerate();
+        Ok(blocks
+            .map(|(i, block)| {
+                digest = self.block(digest, block, extras.get(&i).map_or(&[], |extra| &extra[..]));
+                digest
+            })
+            .collect())
+    }
+}
+
+impl Digest {
+    fn from_bytes(bytes: &[u8], algorithm: Algorithm) -> Result<Self> {
+        if bytes.len() != algorithm.num_bytes() {
+            let expected = algorithm.num_bytes();
+            return Err(Error::Length { argument: "parent", got: bytes.len(), expected });
+        }
+        let (mut low, mut high) = ([0; 16], [0; 16]);
+        low.copy_from_slice(&bytes[..16]);
+        high[..bytes.len() - 16].copy_from_slice(&bytes[16..]);
+        Ok(Self { low: u128::from_le_bytes(low), high: u128::from_le_bytes(high) })
+    }
+}
+
 fn sha256(state: Sha256) -> Digest {
-    let bytes: [u8; 32] = state.finalize().into();
-    let (mut low, mut high) = ([0; 16], [0; 16]);
-    low.copy_from_slice(&bytes[..16]);
-    high.copy_from_slice(&bytes[16..]);
-    Digest { low: u128::from_le_bytes(low), high: u128::from_le_bytes(high) }
+    let bytes = state.finalize();
+    let mut halves = [[0; 16]; 2];
+    halves.as_flattened_mut().copy_from_slice(&bytes);
+    Digest { low: u128::from_le_bytes(halves[0]), high: u128::from_le_bytes(halves[1]) }
 }

@@ -2,13 +2,16 @@
 //!
 //! Invariant: a refusal is false, everything else is true, so that `if answer:` reads as it means.
 
-use kvblocks_core::{Admission, Allocation, Cursors, Prompt, Refusal, Scheduled, Stats};
-use numpy::PyArray1;
+use kvblocks_core::{
+    Admission, Algorithm, Allocation, Cursors, Digest, Dropped, Fragmentation, Freed, Prompt, Refusal,
+    Scheduled, Stats, Usage,
+};
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
 /// Token ids with their block hashes.
 #[pyclass(name = "Prompt", module = "kvblocks._core", frozen)]
-pub struct PyPrompt(pub Prompt);
+pub struct PyPrompt(pub Prompt, pub Algorithm);
 
 #[pymethods]
 impl PyPrompt {
@@ -27,6 +30,11 @@ impl PyPrompt {
         int64_array(py, self.0.ids())
     }
 
+    #[getter]
+    fn block_hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<u8>>> {
+        digests(py, self.0.hashes(), self.1)
+    }
+
     fn __len__(&self) -> usize {
         self.0.len()
     }
@@ -40,6 +48,20 @@ impl PyPrompt {
 /// Token ids as an int64 array.
 pub fn int64_array<'py>(py: Python<'py>, ids: &[u32]) -> Bound<'py, PyArray1<i64>> {
     PyArray1::from_iter(py, ids.iter().map(|&id| i64::from(id)))
+}
+
+/// Digests as a uint8 array [n, bytes of a digest].
+pub fn digests<'py>(
+    py: Python<'py>,
+    digests: &[Digest],
+    algorithm: Algorithm,
+) -> PyResult<Bound<'py, PyArray2<u8>>> {
+    let width = algorithm.num_bytes();
+    let bytes = digests.iter().flat_map(|digest| {
+        let (low, high) = (digest.low.to_le_bytes(), digest.high.to_le_bytes());
+        low.into_iter().chain(high).take(width)
+    });
+    PyArray1::from_iter(py, bytes).reshape([digests.len(), width])
 }
 
 /// A frozen class around a plain struct: its fields (and methods marked @) readable, its truth fixed, equal by value.
@@ -140,6 +162,32 @@ answer!(
 );
 
 answer!(
+    /// What `free` gave back.
+    PyFreed(Freed) as "Freed" is true,
+    num_blocks: usize,
+    num_deferred: usize,
+);
+
+answer!(
+    /// What `drop_range` took out.
+    PyDropped(Dropped) as "Dropped" is true,
+    start: usize,
+    end: usize,
+    num_blocks: usize,
+);
+
+answer!(
+    /// What a namespace uses.
+    PyUsage(Usage) as "Usage" is true,
+    live_blocks: usize,
+    cached_blocks: usize,
+    used_slots: u64,
+    num_seqs: usize,
+    queried_tokens: u64,
+    hit_tokens: u64,
+);
+
+answer!(
     /// The pool's counters.
     PyStats(Stats) as "Stats" is true,
     capacity_blocks: usize,
@@ -148,24 +196,71 @@ answer!(
     cached_blocks: usize,
     held_blocks: usize,
     logical_blocks: usize,
+    promised_blocks: usize,
     num_seqs: usize,
+    num_transfers: usize,
+    num_steps: u64,
     used_slots: u64,
     allocated_slots: u64,
+    reserved_slots: usize,
     peak_live_blocks: usize,
     peak_logical_blocks: usize,
     queried_requests: u64,
     hit_requests: u64,
+    queried_blocks: u64,
+    hit_blocks: u64,
     queried_tokens: u64,
     hit_tokens: u64,
+    readmit_requests: u64,
+    readmit_hit_requests: u64,
     readmit_queried_tokens: u64,
     readmit_hit_tokens: u64,
     hash_collisions: u64,
     evicted_blocks: u64,
     copied_blocks: u64,
     preemptions: u64,
+    completed_transfers: u64,
+    failed_transfers: u64,
+    cancelled_transfers: u64,
     @ internal_fragmentation: f64,
     @ sharing: f64,
 );
+
+/// Where the free blocks lie.
+#[pyclass(name = "Fragmentation", module = "kvblocks._core", frozen, eq)]
+#[derive(Clone, PartialEq)]
+pub struct PyFragmentation(pub Fragmentation);
+
+#[pymethods]
+impl PyFragmentation {
+    #[getter]
+    fn free_blocks(&self) -> usize {
+        self.0.free_blocks
+    }
+
+    #[getter]
+    fn num_runs(&self) -> usize {
+        self.0.num_runs
+    }
+
+    #[getter]
+    fn longest_run_blocks(&self) -> usize {
+        self.0.longest_run_blocks
+    }
+
+    #[getter]
+    fn run_histogram<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        PyArray1::from_iter(py, self.0.run_histogram.iter().map(|&runs| runs as i64))
+    }
+
+    fn __repr__(&self) -> String {
+        let Fragmentation { free_blocks, num_runs, longest_run_blocks, run_histogram } = &self.0;
+        format!(
+            "Fragmentation(free_blocks={free_blocks}, num_runs={num_runs}, \
+             longest_run_blocks={longest_run_blocks}, run_histogram={run_histogram:?})"
+        )
+    }
+}
 
 /// What a step holds.
 #[pyclass(name = "Scheduled", module = "kvblocks._core", frozen)]
@@ -189,6 +284,11 @@ impl PyScheduled {
     }
 
     #[getter]
+    fn num_changes(&self) -> usize {
+        self.0.num_changes
+    }
+
+    #[getter]
     fn max_blocks(&self) -> usize {
         self.0.max_blocks
     }
@@ -203,7 +303,7 @@ impl PyScheduled {
     }
 
     fn __repr__(&self) -> String {
-        let Scheduled { num_seqs, num_tokens, num_copies, max_blocks, .. } = self.0;
+        let Scheduled { num_seqs, num_tokens, num_copies, num_changes, max_blocks, .. } = self.0;
         let refusal = match self.0.refusal {
             None => "None".to_owned(),
             Some(Refusal::Later { num_blocks }) => PyLater(Later { num_blocks }).__repr__(),
@@ -213,7 +313,7 @@ impl PyScheduled {
         };
         format!(
             "Scheduled(num_seqs={num_seqs}, num_tokens={num_tokens}, num_copies={num_copies}, \
-             max_blocks={max_blocks}, refusal={refusal})"
+             num_changes={num_changes}, max_blocks={max_blocks}, refusal={refusal})"
         )
     }
 }
@@ -255,5 +355,9 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyNever>()?;
     module.add_class::<PyScheduled>()?;
     module.add_class::<PySequence>()?;
+    module.add_class::<PyFreed>()?;
+    module.add_class::<PyDropped>()?;
+    module.add_class::<PyUsage>()?;
+    module.add_class::<PyFragmentation>()?;
     module.add_class::<PyStats>()
 }

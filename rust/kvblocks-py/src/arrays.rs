@@ -1,12 +1,15 @@
-//! Python arguments as Rust slices: handles, counts, token ids, integers. Imports `errors` through PyO3 only.
+//! Python arguments as Rust slices: handles, counts, token ids, integers, keys.
 //!
 //! Invariant: an array of the wrong dtype or rank is a TypeError that names the argument; a number out of range is a
-//! ValueError; nothing is cast silently. Lists and other sequences are converted, which costs a copy.
+//! ValueError; nothing is cast silently. Contiguous arrays are read where they are; lists and other sequences are
+//! converted, which costs a copy.
 
-use kvblocks_core::{Counts, SeqHandle};
-use numpy::{Element, PyArray1, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use bytemuck::TransparentWrapper;
+use kvblocks_core::{Counts, KeyValue, Keys, Media, SeqHandle};
+use numpy::{Element, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyInt, PyString};
 
 /// An integer argument; one beyond int64 is clamped, so that the range check that follows names it.
 pub struct Int(pub i64);
@@ -33,44 +36,126 @@ impl Int {
     }
 }
 
-/// `handles`: int64 array [n], a sequence of ints, or one int.
-pub fn handles(object: &Bound<'_, PyAny>) -> PyResult<Vec<SeqHandle>> {
-    if let Ok(Int(one)) = object.extract() {
-        return Ok(vec![SeqHandle(one)]);
+/// A size that may be left out.
+pub fn optional_size(argument: &str, value: Option<Int>) -> PyResult<Option<usize>> {
+    value.map(|value| value.size(argument)).transpose()
+}
+
+/// One of a few words, as what it stands for.
+pub fn word<T: Copy>(argument: &str, value: &str, choices: &[(&str, T)]) -> PyResult<T> {
+    match choices.iter().find(|(name, _)| *name == value) {
+        Some((_, choice)) => Ok(*choice),
+        None => {
+            let names: Vec<_> = choices.iter().map(|(name, _)| format!("{name:?}")).collect();
+            Err(PyValueError::new_err(format!("{argument} is {value:?}, expected {}", names.join(" or "))))
+        }
     }
-    Ok(integers::<i64>("handles", "int64", object)?.into_iter().map(SeqHandle).collect())
+}
+
+/// Numbers of one type: the caller's array where it is contiguous, else a copy.
+pub enum Numbers<'py, T: Element> {
+    Borrowed(PyReadonlyArray1<'py, T>),
+    Owned(Vec<T>),
+}
+
+impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
+    /// An array [n] of exactly this dtype, or a sequence of ints that fit into it.
+    pub fn new(argument: &str, dtype: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if let Ok(array) = object.cast::<PyArray1<T>>() {
+            let array = array.try_readonly()?;
+            return Ok(match array.as_slice() {
+                Ok(_) => Self::Borrowed(array),
+                Err(_) => Self::Owned(array.as_array().iter().copied().collect()),
+            });
+        }
+        if let Ok(array) = object.cast::<PyUntypedArray>() {
+            return Err(PyTypeError::new_err(format!(
+                "{argument} is a {} array of rank {}, expected {dtype} of rank 1",
+                array.dtype(),
+                array.ndim()
+            )));
+        }
+        let wrong_type = |_| {
+            let found = object.get_type().name().map(|name| name.to_string()).unwrap_or_default();
+            PyTypeError::new_err(format!(
+                "{argument} is a {found}, expected a {dtype} array or a sequence of ints"
+            ))
+        };
+        let items = object.try_iter().map_err(wrong_type)?;
+        let items = items.map(|item| narrow(argument, item?.extract::<Int>().map_err(wrong_type)?.0));
+        items.collect::<PyResult<_>>().map(Self::Owned)
+    }
+
+    pub fn get(&self) -> &[T] {
+        match self {
+            // Contiguous, or it would not have been borrowed.
+            Self::Borrowed(array) => array.as_slice().unwrap_or_default(),
+            Self::Owned(numbers) => numbers,
+        }
+    }
+}
+
+/// `handles`: int64 array [n], a sequence of ints, or one int.
+pub struct Handles<'py>(Numbers<'py, i64>);
+
+impl<'py> Handles<'py> {
+    pub fn new(object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        match object.cast::<PyUntypedArray>() {
+            Err(_) => match object.extract() {
+                Ok(Int(one)) => Ok(Self(Numbers::Owned(vec![one]))),
+                Err(_) => Numbers::new("handles", "int64", object).map(Self),
+            },
+            Ok(_) => Numbers::new("handles", "int64", object).map(Self),
+        }
+    }
+
+    pub fn get(&self) -> &[SeqHandle] {
+        SeqHandle::wrap_slice(self.0.get())
+    }
 }
 
 /// Counts of a batch: int32 array [n], a sequence of ints, or one int for all rows.
-pub enum CountArgument {
+pub enum CountArgument<'py> {
     All(i32),
-    Each(Vec<i32>),
+    Each(Numbers<'py, i32>),
 }
 
-impl CountArgument {
-    pub fn new(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        match object.extract() {
-            Ok(Int(one)) => narrow(argument, one).map(Self::All),
-            Err(_) => integers::<i32>(argument, "int32", object).map(Self::Each),
+impl<'py> CountArgument<'py> {
+    pub fn new(argument: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if object.cast::<PyUntypedArray>().is_err() {
+            if let Ok(Int(one)) = object.extract() {
+                return narrow(argument, one).map(Self::All);
+            }
         }
+        Numbers::new(argument, "int32", object).map(Self::Each)
+    }
+
+    /// The default where the argument was left out.
+    pub fn or(argument: &str, object: Option<&Bound<'py, PyAny>>, default: i32) -> PyResult<Self> {
+        object.map_or(Ok(Self::All(default)), |object| Self::new(argument, object))
     }
 
     pub fn get(&self) -> Counts<'_> {
         match self {
             Self::All(count) => Counts::All(*count),
-            Self::Each(counts) => Counts::Each(counts),
+            Self::Each(counts) => Counts::Each(counts.get()),
         }
     }
 }
 
 /// `tokens`: int32, int64 or uint32 array [n], or a sequence of ints, each in 0..2**32.
 pub fn tokens(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    if let Ok(array) = object.cast::<PyArray1<i32>>() {
-        checked_ids(&copied(array)?)
-    } else if let Ok(array) = object.cast::<PyArray1<u32>>() {
-        copied(array)
+    if object.cast::<PyArray1<i32>>().is_ok() {
+        let ids = Numbers::<i32>::new("tokens", "int32", object)?;
+        // One pass that the compiler turns into vector instructions; the exact place matters to an error only.
+        match ids.get().iter().fold(0, |all, &id| all | id) {
+            0.. => Ok(bytemuck::cast_slice(ids.get()).to_vec()),
+            _ => checked_ids(ids.get()),
+        }
+    } else if object.cast::<PyArray1<u32>>().is_ok() {
+        Ok(Numbers::<u32>::new("tokens", "uint32", object)?.get().to_vec())
     } else {
-        checked_ids(&integers::<i64>("tokens", "int32 or int64", object)?)
+        checked_ids(Numbers::<i64>::new("tokens", "int32 or int64", object)?.get())
     }
 }
 
@@ -84,43 +169,58 @@ fn checked_ids<T: Copy + TryInto<u32> + std::fmt::Display>(ids: &[T]) -> PyResul
     }
 }
 
-/// An array [n] of exactly this dtype, or a sequence of ints that fit into it, as a vector.
-fn integers<T: Element + Copy + TryFrom<i64>>(
-    argument: &str,
-    dtype: &str,
-    object: &Bound<'_, PyAny>,
-) -> PyResult<Vec<T>> {
-    if let Ok(array) = object.cast::<PyArray1<T>>() {
-        return copied(array);
-    }
-    if let Ok(array) = object.cast::<PyUntypedArray>() {
-        return Err(PyTypeError::new_err(format!(
-            "{argument} is a {} array of rank {}, expected {dtype} of rank 1",
-            array.dtype(),
-            array.ndim()
-        )));
-    }
-    let wrong_type = |_| {
-        let found = object.get_type().name().map(|name| name.to_string()).unwrap_or_default();
-        PyTypeError::new_err(format!(
-            "{argument} is a {found}, expected a {dtype} array or a sequence of ints"
-        ))
-    };
-    let items = object.try_iter().map_err(wrong_type)?;
-    items.map(|item| narrow(argument, item?.extract::<Int>().map_err(wrong_type)?.0)).collect()
-}
-
-fn copied<T: Element + Copy>(array: &Bound<'_, PyArray1<T>>) -> PyResult<Vec<T>> {
-    let array = array.try_readonly()?;
-    Ok(match array.as_slice() {
-        Ok(slice) => slice.to_vec(),
-        Err(_) => array.as_array().iter().copied().collect(),
-    })
-}
-
 fn narrow<T: TryFrom<i64>>(argument: &str, value: i64) -> PyResult<T> {
     T::try_from(value).map_err(|_| {
         let bits = 8 * std::mem::size_of::<T>();
         PyValueError::new_err(format!("{argument} holds {value}, which is beyond int{bits}"))
     })
+}
+
+/// The keys of a request: adapter and salt each a str, bytes, int or bool; media a sequence of (digest, start, length).
+pub fn keys(
+    adapter: Option<&Bound<'_, PyAny>>,
+    salt: Option<&Bound<'_, PyAny>>,
+    media: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Keys> {
+    let mut keys = Keys {
+        adapter: adapter.map(|value| key_value("adapter", value)).transpose()?,
+        salt: salt.map(|value| key_value("salt", value)).transpose()?,
+        media: Vec::new(),
+    };
+    if let Some(media) = media {
+        let wrong = |_| PyTypeError::new_err("media holds an item that is no (digest, start, length)");
+        for item in media.try_iter()? {
+            let (digest, start, len): (Bound<'_, PyAny>, Int, Int) = item?.extract().map_err(wrong)?;
+            let digest = key_value("media digest", &digest)?;
+            keys.media.push(Media {
+                start: start.size("media start")?,
+                len: len.size("media length")?,
+                digest,
+            });
+        }
+    }
+    Ok(keys)
+}
+
+fn key_value(argument: &str, value: &Bound<'_, PyAny>) -> PyResult<KeyValue> {
+    if value.is_instance_of::<PyBool>() {
+        Ok(KeyValue::Bool(value.extract()?))
+    } else if value.is_instance_of::<PyString>() {
+        Ok(KeyValue::Text(value.extract().map_err(|_| {
+            PyValueError::new_err(format!(
+                "{argument} holds lone surrogates, expected text that UTF-8 can encode"
+            ))
+        })?))
+    } else if value.is_instance_of::<PyBytes>() {
+        Ok(KeyValue::Bytes(value.extract()?))
+    } else if value.is_instance_of::<PyInt>() {
+        value.extract().map(KeyValue::Int).map_err(|_| {
+            PyValueError::new_err(format!(
+                "{argument} is an int beyond int64, expected one within, a str or bytes"
+            ))
+        })
+    } else {
+        let found = value.get_type().name()?;
+        Err(PyTypeError::new_err(format!("{argument} is a {found}, expected a str, bytes, int or bool")))
+    }
 }

@@ -35,7 +35,9 @@ pyo3::create_exception!(
 pub fn to_python(error: Error) -> PyErr {
     let text = error.to_string();
     match error {
-        Error::StaleHandle(_) | Error::StalePrompt(_) => StaleHandleError::new_err(text),
+        Error::StaleHandle(_) | Error::StalePrompt(_) | Error::StaleTransfer(_) => {
+            StaleHandleError::new_err(text)
+        }
         Error::Preempted(_) => PreemptedError::new_err(text),
         Error::DuplicateHandle(_)
         | Error::ForeignPrompt

@@ -20,6 +20,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     answers::register(module)?;
     module.add_class::<manager::PyBlockManager>()?;
     module.add_class::<step::PyStepBuffers>()?;
+    module.add_function(wrap_pyfunction!(manager::block_hashes, module)?)?;
     cpu::register(module)?;
     process::register(module)
 }

@@ -5,16 +5,20 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kvblocks_core::{BlockHasher, Config, Manager, Preparer, SeqHandle, Spare};
-use numpy::PyArray1;
-use pyo3::exceptions::PyValueError;
+use kvblocks_core::{
+    AdmissionOptions, Algorithm, BlockHasher, Config, FullHit, Manager, Outcome, Preparer, Publish, Reuse,
+    SeqHandle, Spare, TransferHandle,
+};
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
-use crate::answers::{self, PyPrompt, PySequence, PyStats};
-use crate::arrays::{self, CountArgument, Int};
+use crate::answers::{self, PyDropped, PyFragmentation, PyFreed, PyPrompt, PySequence, PyStats, PyUsage};
+use crate::arrays::{self, optional_size, word, CountArgument, Handles, Int, Numbers};
 use crate::errors::{to_python, ForkedProcessError};
 use crate::process;
+
+const ALGORITHMS: [(&str, Algorithm); 2] = [("xxh3", Algorithm::Xxh3), ("sha256", Algorithm::Sha256)];
 
 /// The block manager of one paged KV cache.
 #[pyclass(name = "BlockManager", module = "kvblocks._core", frozen)]
@@ -22,6 +26,7 @@ pub struct PyBlockManager {
     manager: Mutex<Manager>,
     /// Outside the lock: hashing a long prompt keeps nobody waiting.
     preparer: Preparer,
+    hasher: BlockHasher,
     num_blocks: usize,
     block_size: usize,
     capacity: usize,
@@ -46,10 +51,24 @@ impl PyBlockManager {
         // The core checks before it changes, so a panic there (a bug) leaves a state that is still worth reporting on.
         Ok(self.manager.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner))
     }
+
+    fn end_transfer(&self, py: Python<'_>, transfer: Int, outcome: Outcome) -> PyResult<usize> {
+        self.lock(py)?.end_transfer(TransferHandle(transfer.0), outcome).map_err(to_python)
+    }
 }
 
-fn reserve_size(reserve: Option<Int>) -> PyResult<Option<usize>> {
-    reserve.map(|reserve| reserve.size("reserve")).transpose()
+fn admission_options(
+    reserve: Option<Int>,
+    use_cache: bool,
+    recompute_last_hit: bool,
+    max_tokens: Option<Int>,
+) -> PyResult<AdmissionOptions> {
+    Ok(AdmissionOptions {
+        reserve: optional_size("reserve", reserve)?,
+        use_cache,
+        recompute_last_hit,
+        max_tokens: optional_size("max_tokens", max_tokens)?,
+    })
 }
 
 /// A seed that differs from process to process and from manager to manager.
@@ -61,7 +80,12 @@ fn random_seed() -> u64 {
 #[pymethods]
 impl PyBlockManager {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, enable_prefix_cache=true, watermark_blocks=Int(0), null_block=true, seed=None))]
+    #[pyo3(signature = (
+        num_blocks, block_size, *, enable_prefix_cache=true, watermark_blocks=Int(0), null_block=true, seed=None,
+        algorithm="xxh3", full_hit="block", publish="commit", merge=false, reuse="last_freed", series_every=Int(0),
+        series_len=Int(1024),
+    ))]
+    #[allow(clippy::too_many_arguments)] // options, by name
     fn new(
         num_blocks: Int,
         block_size: Int,
@@ -69,22 +93,46 @@ impl PyBlockManager {
         watermark_blocks: Int,
         null_block: bool,
         seed: Option<Int>,
+        algorithm: &str,
+        full_hit: &str,
+        publish: &str,
+        merge: bool,
+        reuse: &str,
+        series_every: Int,
+        series_len: Int,
     ) -> PyResult<Self> {
-        let seed = match seed {
-            Some(seed) => seed.size("seed")? as u64,
-            None => random_seed(),
-        };
+        let seed = optional_size("seed", seed)?.map_or_else(random_seed, |seed| seed as u64);
+        let hasher = BlockHasher { algorithm: word("algorithm", algorithm, &ALGORITHMS)?, seed };
         let config = Config {
             num_blocks: num_blocks.size("num_blocks")?,
             block_size: block_size.size("block_size")?,
-            hasher: enable_prefix_cache.then(|| BlockHasher::new(seed)),
+            hasher: enable_prefix_cache.then_some(hasher),
             watermark_blocks: watermark_blocks.size("watermark_blocks")?,
             null_block,
+            full_hit: word(
+                "full_hit",
+                full_hit,
+                &[("block", FullHit::WholeBlock), ("token", FullHit::Token)],
+            )?,
+            publish: word(
+                "publish",
+                publish,
+                &[("commit", Publish::OnCommit), ("schedule", Publish::OnSchedule)],
+            )?,
+            merge,
+            reuse: word(
+                "reuse",
+                reuse,
+                &[("last_freed", Reuse::LastFreed), ("first_freed", Reuse::FirstFreed)],
+            )?,
+            series_every: series_every.size("series_every")?,
+            series_len: series_len.size("series_len")?,
         };
         let (num_blocks, block_size) = (config.num_blocks, config.block_size);
         let manager = Manager::new(config).map_err(to_python)?;
         Ok(Self {
             preparer: manager.preparer().clone(),
+            hasher,
             num_blocks,
             block_size,
             capacity: manager.capacity(),
@@ -114,32 +162,62 @@ impl PyBlockManager {
         self.padding
     }
 
-    fn prepare(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<PyPrompt> {
+    #[getter]
+    fn seed(&self) -> u64 {
+        self.hasher.seed
+    }
+
+    #[pyo3(signature = (tokens, *, adapter=None, salt=None, media=None))]
+    fn prepare(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        adapter: Option<&Bound<'_, PyAny>>,
+        salt: Option<&Bound<'_, PyAny>>,
+        media: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyPrompt> {
         let ids = arrays::tokens(tokens)?;
-        Ok(PyPrompt(py.detach(|| self.preparer.prepare(ids))))
+        let keys = arrays::keys(adapter, salt, media)?;
+        // Letting go of the interpreter costs more than a short prompt.
+        let prompt = match ids.len() {
+            ..4096 => self.preparer.prepare(ids, keys),
+            _ => py.detach(|| self.preparer.prepare(ids, keys)),
+        };
+        Ok(PyPrompt(prompt.map_err(to_python)?, self.hasher.algorithm))
     }
 
-    fn match_prefix(&self, py: Python<'_>, prompt: &PyPrompt) -> PyResult<usize> {
-        self.lock(py)?.match_prefix(&prompt.0).map_err(to_python)
+    #[pyo3(signature = (prompt, *, recompute_last_hit=false))]
+    fn match_prefix(&self, py: Python<'_>, prompt: &PyPrompt, recompute_last_hit: bool) -> PyResult<usize> {
+        self.lock(py)?.match_prefix(&prompt.0, recompute_last_hit).map_err(to_python)
     }
 
-    #[pyo3(signature = (prompt, reserve=None))]
-    fn can_allocate(&self, py: Python<'_>, prompt: &PyPrompt, reserve: Option<Int>) -> PyResult<Py<PyAny>> {
-        let reserve = reserve_size(reserve)?;
-        let answer = self.lock(py)?.can_allocate(&prompt.0, reserve).map_err(to_python)?;
+    #[pyo3(signature = (prompt, reserve=None, *, use_cache=true, recompute_last_hit=false, max_tokens=None))]
+    fn can_allocate(
+        &self,
+        py: Python<'_>,
+        prompt: &PyPrompt,
+        reserve: Option<Int>,
+        use_cache: bool,
+        recompute_last_hit: bool,
+        max_tokens: Option<Int>,
+    ) -> PyResult<Py<PyAny>> {
+        let options = admission_options(reserve, use_cache, recompute_last_hit, max_tokens)?;
+        let answer = self.lock(py)?.can_allocate(&prompt.0, options).map_err(to_python)?;
         answers::admission(py, answer)
     }
 
-    #[pyo3(signature = (prompt, reserve=None, *, use_cache=true))]
+    #[pyo3(signature = (prompt, reserve=None, *, use_cache=true, recompute_last_hit=false, max_tokens=None))]
     fn allocate(
         &self,
         py: Python<'_>,
         prompt: &PyPrompt,
         reserve: Option<Int>,
         use_cache: bool,
+        recompute_last_hit: bool,
+        max_tokens: Option<Int>,
     ) -> PyResult<Py<PyAny>> {
-        let reserve = reserve_size(reserve)?;
-        let answer = self.lock(py)?.allocate(&prompt.0, reserve, use_cache).map_err(to_python)?;
+        let options = admission_options(reserve, use_cache, recompute_last_hit, max_tokens)?;
+        let answer = self.lock(py)?.allocate(&prompt.0, options).map_err(to_python)?;
         answers::allocation(py, answer)
     }
 
@@ -151,27 +229,39 @@ impl PyBlockManager {
         counts: &Bound<'_, PyAny>,
         tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let handles = arrays::handles(handles)?;
+        let handles = Handles::new(handles)?;
         let counts = CountArgument::new("counts", counts)?;
         let ids = tokens.map(arrays::tokens).transpose()?.unwrap_or_default();
-        self.lock(py)?.commit(&handles, counts.get(), &ids).map_err(to_python)
+        self.lock(py)?.commit(handles.get(), counts.get(), &ids).map_err(to_python)
+    }
+
+    fn abort_step(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.lock(py)?.abort_step(Handles::new(handles)?.get()).map_err(to_python)
     }
 
     #[pyo3(signature = (handles, num_children=None))]
     fn fork<'py>(
         &self,
         py: Python<'py>,
-        handles: &Bound<'_, PyAny>,
-        num_children: Option<&Bound<'_, PyAny>>,
+        handles: &Bound<'py, PyAny>,
+        num_children: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let handles = arrays::handles(handles)?;
-        let counts = match num_children {
-            Some(counts) => CountArgument::new("num_children", counts)?,
-            None => CountArgument::All(1),
-        };
+        let handles = Handles::new(handles)?;
+        let counts = CountArgument::or("num_children", num_children, 1)?;
         let mut children = Vec::new();
-        self.lock(py)?.fork(&handles, counts.get(), &mut children).map_err(to_python)?;
+        self.lock(py)?.fork(handles.get(), counts.get(), &mut children).map_err(to_python)?;
         Ok(PyArray1::from_iter(py, children.iter().map(|child| child.0)))
+    }
+
+    fn reorder(
+        &self,
+        py: Python<'_>,
+        handles: &Bound<'_, PyAny>,
+        parents: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let handles = Handles::new(handles)?;
+        let parents = Numbers::new("parents", "int32", parents)?;
+        self.lock(py)?.reorder(handles.get(), parents.get()).map_err(to_python)
     }
 
     #[pyo3(signature = (handles, lengths, *, spare="free"))]
@@ -182,30 +272,104 @@ impl PyBlockManager {
         lengths: &Bound<'_, PyAny>,
         spare: &str,
     ) -> PyResult<usize> {
-        let spare = match spare {
-            "free" => Spare::Free,
-            "keep" => Spare::Keep,
-            _ => {
-                return Err(PyValueError::new_err(format!(
-                    "spare is {spare:?}, expected \"free\" or \"keep\""
-                )))
-            }
-        };
-        let handles = arrays::handles(handles)?;
+        let spare = word("spare", spare, &[("free", Spare::Free), ("keep", Spare::Keep)])?;
+        let handles = Handles::new(handles)?;
         let lengths = CountArgument::new("lengths", lengths)?;
-        self.lock(py)?.truncate(&handles, lengths.get(), spare).map_err(to_python)
+        self.lock(py)?.truncate(handles.get(), lengths.get(), spare).map_err(to_python)
+    }
+
+    #[pyo3(signature = (handle, start, end, *, unpublish=false))]
+    fn drop_range(
+        &self,
+        py: Python<'_>,
+        handle: Int,
+        start: Int,
+        end: Int,
+        unpublish: bool,
+    ) -> PyResult<PyDropped> {
+        let (start, end) = (start.size("start")?, end.size("end")?);
+        let dropped = self.lock(py)?.drop_range(SeqHandle(handle.0), start, end, unpublish);
+        dropped.map(PyDropped).map_err(to_python)
+    }
+
+    fn move_slots<'py>(
+        &self,
+        py: Python<'py>,
+        handles: &Bound<'py, PyAny>,
+        counts: &Bound<'py, PyAny>,
+        accepted: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        let handles = Handles::new(handles)?;
+        let counts = CountArgument::new("counts", counts)?;
+        let accepted = Numbers::new("accepted", "int32", accepted)?;
+        let mut slots = Vec::new();
+        self.lock(py)?
+            .move_slots(handles.get(), counts.get(), accepted.get(), &mut slots)
+            .map_err(to_python)?;
+        PyArray1::from_iter(py, slots.iter().flatten().copied()).reshape([slots.len(), 2])
+    }
+
+    fn set_max_tokens(
+        &self,
+        py: Python<'_>,
+        handles: &Bound<'_, PyAny>,
+        max_tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let handles = Handles::new(handles)?;
+        let max_tokens = CountArgument::new("max_tokens", max_tokens)?;
+        self.lock(py)?.set_max_tokens(handles.get(), max_tokens.get()).map_err(to_python)
     }
 
     fn preempt(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<Vec<PyPrompt>> {
-        let handles = arrays::handles(handles)?;
-        let prompts = self.lock(py)?.preempt(&handles).map_err(to_python)?;
-        Ok(prompts.into_iter().map(PyPrompt).collect())
+        let handles = Handles::new(handles)?;
+        let prompts = self.lock(py)?.preempt(handles.get()).map_err(to_python)?;
+        Ok(prompts.into_iter().map(|prompt| PyPrompt(prompt, self.hasher.algorithm)).collect())
     }
 
     #[pyo3(signature = (handles, *, missing_ok=false))]
-    fn free(&self, py: Python<'_>, handles: &Bound<'_, PyAny>, missing_ok: bool) -> PyResult<usize> {
-        let handles = arrays::handles(handles)?;
-        self.lock(py)?.free(&handles, missing_ok).map_err(to_python)
+    fn free(&self, py: Python<'_>, handles: &Bound<'_, PyAny>, missing_ok: bool) -> PyResult<PyFreed> {
+        let handles = Handles::new(handles)?;
+        self.lock(py)?.free(handles.get(), missing_ok).map(PyFreed).map_err(to_python)
+    }
+
+    fn reclaimable(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.lock(py)?.reclaimable(Handles::new(handles)?.get()).map_err(to_python)
+    }
+
+    #[pyo3(signature = (handle, start=None, end=None))]
+    fn begin_transfer(
+        &self,
+        py: Python<'_>,
+        handle: Int,
+        start: Option<Int>,
+        end: Option<Int>,
+    ) -> PyResult<i64> {
+        let handle = SeqHandle(handle.0);
+        let (start, end) = (optional_size("start", start)?.unwrap_or(0), optional_size("end", end)?);
+        let mut manager = self.lock(py)?;
+        let end = match end {
+            Some(end) => end,
+            None => manager.cursors(handle).map_err(to_python)?.num_blocks,
+        };
+        manager.begin_transfer(handle, start, end).map(|transfer| transfer.0).map_err(to_python)
+    }
+
+    fn complete_transfer(&self, py: Python<'_>, transfer: Int) -> PyResult<usize> {
+        self.end_transfer(py, transfer, Outcome::Complete)
+    }
+
+    fn fail_transfer(&self, py: Python<'_>, transfer: Int) -> PyResult<usize> {
+        self.end_transfer(py, transfer, Outcome::Failed)
+    }
+
+    fn cancel_transfer(&self, py: Python<'_>, transfer: Int) -> PyResult<usize> {
+        self.end_transfer(py, transfer, Outcome::Cancelled)
+    }
+
+    fn pending_transfers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        let pending = self.lock(py)?.pending_transfers();
+        let rows = pending.iter().flat_map(|one| [one.handle.0, one.num_blocks as i64, one.age_steps as i64]);
+        PyArray1::from_iter(py, rows).reshape([pending.len(), 3])
     }
 
     fn sequence(&self, py: Python<'_>, handle: Int) -> PyResult<PySequence> {
@@ -214,7 +378,7 @@ impl PyBlockManager {
 
     fn block_table<'py>(&self, py: Python<'py>, handle: Int) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = self.lock(py)?.block_table(SeqHandle(handle.0)).map_err(to_python)?.to_vec();
-        Ok(PyArray1::from_iter(py, blocks.iter().map(|block| block.0 as i32)))
+        Ok(PyArray1::from_iter(py, blocks.iter().map(|block| block.export(self.padding))))
     }
 
     fn tokens<'py>(&self, py: Python<'py>, handle: Int) -> PyResult<Bound<'py, PyArray1<i64>>> {
@@ -226,6 +390,27 @@ impl PyBlockManager {
         Ok(PyStats(self.lock(py)?.stats()))
     }
 
+    #[pyo3(signature = (*, adapter=None, salt=None))]
+    fn namespace_usage(
+        &self,
+        py: Python<'_>,
+        adapter: Option<&Bound<'_, PyAny>>,
+        salt: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyUsage> {
+        let keys = arrays::keys(adapter, salt, None)?;
+        Ok(PyUsage(self.lock(py)?.namespace_usage(&keys)))
+    }
+
+    fn fragmentation(&self, py: Python<'_>) -> PyResult<PyFragmentation> {
+        Ok(PyFragmentation(self.lock(py)?.fragmentation()))
+    }
+
+    fn series<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        let samples: Vec<_> = self.lock(py)?.series().copied().collect();
+        let values = samples.iter().flatten().map(|&value| value as i64);
+        PyArray1::from_iter(py, values).reshape([samples.len(), 7])
+    }
+
     fn reset_peaks(&self, py: Python<'_>) -> PyResult<()> {
         self.lock(py)?.reset_peaks();
         Ok(())
@@ -235,9 +420,48 @@ impl PyBlockManager {
         Ok(self.lock(py)?.reset_prefix_cache())
     }
 
+    #[pyo3(signature = (*, adapter=None, salt=None))]
+    fn drop_namespace(
+        &self,
+        py: Python<'_>,
+        adapter: Option<&Bound<'_, PyAny>>,
+        salt: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let keys = arrays::keys(adapter, salt, None)?;
+        self.lock(py)?.drop_namespace(&keys).map_err(to_python)
+    }
+
     fn check_integrity(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         self.check_process()?;
         let check = || self.manager.lock().unwrap_or_else(PoisonError::into_inner).check_integrity();
         Ok(py.detach(check))
     }
+}
+
+/// The digests that a manager with this seed gives the full blocks of a prompt.
+#[pyfunction]
+#[pyo3(signature = (
+    tokens, block_size, *, seed, algorithm="xxh3", parent=None, adapter=None, salt=None, media=None
+))]
+#[allow(clippy::too_many_arguments)] // options, by name
+pub fn block_hashes<'py>(
+    py: Python<'py>,
+    tokens: &Bound<'py, PyAny>,
+    block_size: Int,
+    seed: Int,
+    algorithm: &str,
+    parent: Option<&[u8]>,
+    adapter: Option<&Bound<'py, PyAny>>,
+    salt: Option<&Bound<'py, PyAny>>,
+    media: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyArray2<u8>>> {
+    let ids = arrays::tokens(tokens)?;
+    let keys = arrays::keys(adapter, salt, media)?;
+    let hasher = BlockHasher {
+        algorithm: word("algorithm", algorithm, &ALGORITHMS)?,
+        seed: seed.size("seed")? as u64,
+    };
+    let block_size = block_size.size("block_size")?;
+    let digests = py.detach(|| hasher.chain(&ids, &keys, parent, block_size)).map_err(to_python)?;
+    answers::digests(py, &digests, hasher.algorithm)
 }

@@ -1,9 +1,11 @@
 //! `StepBuffers`: the caller's NumPy arrays that a step is written into. Imports `answers`, `arrays`, `errors`,
 //! `manager`.
 //!
-//! Invariant: the arrays are kept, so that NumPy refuses to resize them, and shapes are checked once, here. Lock order:
-//! the buffers' lock, then the manager's.
+//! Invariant: the arrays are kept, so that NumPy refuses to resize them, and shapes are checked once, here. All but the
+//! block tables stand in one packed array: one borrow here, one copy to a device. Lock order: the buffers' lock, then
+//! the manager's.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use kvblocks_core::{Policy, RowState, StepArrays, StepRequest};
@@ -11,22 +13,56 @@ use numpy::{Element, PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray, PyUnt
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
+use pyo3::types::PyDict;
 
 use crate::answers::PyScheduled;
-use crate::arrays::{self, CountArgument, Int};
+use crate::arrays::{word, CountArgument, Handles, Int};
 use crate::errors::to_python;
 use crate::manager::PyBlockManager;
+
+/// Where each array stands in the packed one, in elements of its own type: `slot_mapping` (int64) comes first, then the
+/// int32 arrays, each from an 8-byte boundary.
+struct Layout {
+    max_seqs: usize,
+    max_tokens: usize,
+}
+
+impl Layout {
+    /// Names and lengths of the int32 arrays.
+    fn int32_arrays(&self) -> [(&'static str, usize); 5] {
+        [
+            ("positions", self.max_tokens),
+            ("seq_lens", self.max_seqs),
+            ("query_start_loc", self.max_seqs + 1),
+            ("copies", 2 * self.max_seqs),
+            ("changes", 3 * self.max_seqs),
+        ]
+    }
+
+    /// Their places, counted from the end of `slot_mapping`.
+    fn int32_ranges(&self) -> [Range<usize>; 5] {
+        let mut at = 0;
+        self.int32_arrays().map(|(_, len)| {
+            let start = at;
+            at += len.next_multiple_of(2);
+            start..start + len
+        })
+    }
+
+    /// Length of the packed int64 array.
+    fn num_words(&self) -> usize {
+        let int32: usize = self.int32_arrays().iter().map(|(_, len)| len.next_multiple_of(2)).sum();
+        self.max_tokens + int32 / 2
+    }
+}
 
 /// A step's index arrays, owned by the caller.
 #[pyclass(name = "StepBuffers", module = "kvblocks._core", frozen)]
 pub struct PyStepBuffers {
     manager: Py<PyBlockManager>,
     block_tables: Py<PyArray2<i32>>,
-    slot_mapping: Py<PyArray1<i64>>,
-    positions: Py<PyArray1<i32>>,
-    seq_lens: Py<PyArray1<i32>>,
-    query_start_loc: Py<PyArray1<i32>>,
-    copies: Py<PyArray2<i32>>,
+    packed: Py<PyArray1<i64>>,
+    layout: Layout,
     max_blocks: usize,
     rows: Mutex<Vec<RowState>>,
 }
@@ -39,58 +75,53 @@ fn writable<'py, T: Element, D: numpy::ndarray::Dimension>(
     if !array.is_c_contiguous() {
         return Err(error("is not C-contiguous"));
     }
-    array.try_readwrite().map_err(|_| error("is read-only, or shares memory with another array of the step"))
-}
-
-fn expect(name: &str, axis: &str, got: usize, expected: usize) -> PyResult<()> {
-    match got == expected {
-        true => Ok(()),
-        false => Err(PyValueError::new_err(format!("{name} has {got} {axis}, expected {expected}"))),
-    }
+    array.try_readwrite().map_err(|_| error("is read-only, or shares memory with the step's other array"))
 }
 
 #[pymethods]
 impl PyStepBuffers {
     #[new]
-    #[allow(clippy::too_many_arguments)] // one array an argument
     fn new(
         manager: Py<PyBlockManager>,
         block_tables: Bound<'_, PyArray2<i32>>,
-        slot_mapping: Bound<'_, PyArray1<i64>>,
-        positions: Bound<'_, PyArray1<i32>>,
-        seq_lens: Bound<'_, PyArray1<i32>>,
-        query_start_loc: Bound<'_, PyArray1<i32>>,
-        copies: Bound<'_, PyArray2<i32>>,
+        packed: Bound<'_, PyArray1<i64>>,
+        max_tokens: Int,
     ) -> PyResult<Self> {
-        let max_seqs = seq_lens.len();
-        let [table_rows, max_blocks] = [block_tables.shape()[0], block_tables.shape()[1]];
-        expect("block_tables", "rows", table_rows, max_seqs)?;
-        expect("positions", "entries", positions.len(), slot_mapping.len())?;
-        expect("query_start_loc", "entries", query_start_loc.len(), max_seqs + 1)?;
-        expect("copies", "rows", copies.shape()[0], max_seqs)?;
-        expect("copies", "columns", copies.shape()[1], 2)?;
+        let [max_seqs, max_blocks] = [block_tables.shape()[0], block_tables.shape()[1]];
+        let layout = Layout { max_seqs, max_tokens: max_tokens.size("max_tokens")?.min(packed.len()) };
+        if packed.len() != layout.num_words() {
+            let (got, expected) = (packed.len(), layout.num_words());
+            return Err(PyValueError::new_err(format!("packed has {got} entries, expected {expected}")));
+        }
         {
             let mut tables = writable("block_tables", &block_tables)?;
-            let _others = (
-                writable("slot_mapping", &slot_mapping)?,
-                writable("positions", &positions)?,
-                writable("seq_lens", &seq_lens)?,
-                writable("query_start_loc", &query_start_loc)?,
-                writable("copies", &copies)?,
-            );
+            let _packed = writable("packed", &packed)?;
             tables.as_array_mut().fill(manager.get().null_block_id());
         }
         Ok(Self {
             manager,
             block_tables: block_tables.unbind(),
-            slot_mapping: slot_mapping.unbind(),
-            positions: positions.unbind(),
-            seq_lens: seq_lens.unbind(),
-            query_start_loc: query_start_loc.unbind(),
-            copies: copies.unbind(),
+            packed: packed.unbind(),
+            layout,
             max_blocks,
             rows: Mutex::new(vec![RowState::default(); max_seqs]),
         })
+    }
+
+    #[staticmethod]
+    fn layout<'py>(py: Python<'py>, max_seqs: Int, max_tokens: Int) -> PyResult<Bound<'py, PyDict>> {
+        let layout = Layout {
+            max_seqs: max_seqs.size("max_seqs")?.min(i32::MAX as usize),
+            max_tokens: max_tokens.size("max_tokens")?.min(i32::MAX as usize),
+        };
+        let places = PyDict::new(py);
+        places.set_item("num_words", layout.num_words())?;
+        places.set_item("slot_mapping", (0, 8 * layout.max_tokens))?;
+        for ((name, _), range) in layout.int32_arrays().iter().zip(layout.int32_ranges()) {
+            let start = 8 * layout.max_tokens;
+            places.set_item(name, (start + 4 * range.start, start + 4 * range.end))?;
+        }
+        Ok(places)
     }
 
     #[pyo3(signature = (handles, num_new, *, lookahead=None, policy="all", pad_seqs=Int(0), pad_tokens=Int(0)))]
@@ -105,43 +136,34 @@ impl PyStepBuffers {
         pad_seqs: Int,
         pad_tokens: Int,
     ) -> PyResult<PyScheduled> {
-        let handles = arrays::handles(handles)?;
+        let handles = Handles::new(handles)?;
         let num_new = CountArgument::new("num_new", num_new)?;
-        let lookahead = match lookahead {
-            Some(lookahead) => CountArgument::new("lookahead", lookahead)?,
-            None => CountArgument::All(0),
-        };
+        let lookahead = CountArgument::or("lookahead", lookahead, 0)?;
         let request = StepRequest {
-            handles: &handles,
+            handles: handles.get(),
             num_new: num_new.get(),
             lookahead: lookahead.get(),
-            policy: match policy {
-                "all" => Policy::All,
-                "fit" => Policy::Fit,
-                _ => {
-                    return Err(PyValueError::new_err(format!(
-                        "policy is {policy:?}, expected \"all\" or \"fit\""
-                    )))
-                }
-            },
+            policy: word("policy", policy, &[("all", Policy::All), ("fit", Policy::Fit)])?,
             pad_seqs: pad_seqs.size("pad_seqs")?,
             pad_tokens: pad_tokens.size("pad_tokens")?,
         };
         let mut rows = self.rows.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
         let mut block_tables = writable("block_tables", self.block_tables.bind(py))?;
-        let mut slot_mapping = writable("slot_mapping", self.slot_mapping.bind(py))?;
-        let mut positions = writable("positions", self.positions.bind(py))?;
-        let mut seq_lens = writable("seq_lens", self.seq_lens.bind(py))?;
-        let mut query_start_loc = writable("query_start_loc", self.query_start_loc.bind(py))?;
-        let mut copies = writable("copies", self.copies.bind(py))?;
+        let mut packed = writable("packed", self.packed.bind(py))?;
+        let (slot_mapping, rest) = packed.as_slice_mut()?.split_at_mut(self.layout.max_tokens);
+        let rest: &mut [i32] = bytemuck::cast_slice_mut(rest);
+        let overlap = |_| PyValueError::new_err("packed has the wrong length");
+        let [positions, seq_lens, query_start_loc, copies, changes] =
+            rest.get_disjoint_mut(self.layout.int32_ranges()).map_err(overlap)?;
         let mut out = StepArrays {
             block_tables: block_tables.as_slice_mut()?,
             max_blocks: self.max_blocks,
-            slot_mapping: slot_mapping.as_slice_mut()?,
-            positions: positions.as_slice_mut()?,
-            seq_lens: seq_lens.as_slice_mut()?,
-            query_start_loc: query_start_loc.as_slice_mut()?,
-            copies: copies.as_slice_mut()?,
+            slot_mapping,
+            positions,
+            seq_lens,
+            query_start_loc,
+            copies,
+            changes,
             rows: &mut rows,
         };
         let scheduled = self.manager.get().lock(py)?.schedule(&request, &mut out).map_err(to_python)?;

@@ -640,7 +640,7 @@ impl Naive {
     pub fn truncate_error(&self, name: Name, length: usize) -> bool {
         let seq = &self.seqs[&name];
         let inside_hole =
-            length % self.block_size > 0 && seq.table.get(length / self.block_size) == Some(&HOLE);
+            !length.is_multiple_of(self.block_size) && seq.table.get(length / self.block_size) == Some(&HOLE);
         seq.preempted
             || inside_hole
             || length > seq.known().max(seq.scheduled)
