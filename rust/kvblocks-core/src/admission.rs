@@ -96,9 +96,7 @@ impl Manager {
             self.pool.share(block);
         }
         seq.blocks.extend_from_slice(&self.hits);
-        for _ in 0..plan.num_new_blocks {
-            seq.blocks.extend(self.pool.take(namespace));
-        }
+        self.pool.take_many(plan.num_new_blocks, namespace, &mut seq.blocks);
         seq.num_computed = cached;
         seq.num_scheduled = cached;
         seq.num_reserved = cached.max(options.reserve.unwrap_or(prompt.len()));

@@ -133,23 +133,9 @@ fn wrong_count(row: usize, count: usize, step: Option<InFlight>) -> Error {
 fn accept(seq: &mut Sequence, pool: &mut Pool, count: usize, ids: &[u32]) {
     let end = seq.num_computed + count;
     let from_prompt = seq.prompt.ids.get(seq.num_computed..end.min(seq.prompt_len)).unwrap_or_default();
-    store(&seq.blocks, pool, seq.num_computed, from_prompt);
-    store(&seq.blocks, pool, end - ids.len(), ids);
+    pool.store(&seq.blocks, seq.namespace, seq.num_computed, from_prompt);
+    pool.store(&seq.blocks, seq.namespace, end - ids.len(), ids);
     seq.num_computed = end;
-}
-
-/// Write ids beside the blocks that hold the positions from `at` on, and raise their marks.
-#[inline]
-fn store(blocks: &[BlockId], pool: &mut Pool, mut at: usize, mut ids: &[u32]) {
-    let size = pool.block_size;
-    while !ids.is_empty() {
-        let (block, offset) = (blocks[size.column(at)], size.offset(at));
-        let (now, later) = ids.split_at(ids.len().min(size.get() - offset));
-        pool.blocks.write_tokens(block, offset, now);
-        pool.raise_fill(block, offset + now.len());
-        at += now.len();
-        ids = later;
-    }
 }
 
 /// Return to `scheduled` tokens and to the reservation before `step`.
@@ -198,7 +184,7 @@ impl Sequence {
         let full = size.column(len);
         if self.num_published < full && pool.index.is_some() && !self.unlisted {
             let from = self.num_published.max(size.column(self.num_computed)) * size.get();
-            store(&self.blocks, pool, from, &self.prompt.ids[from..full * size.get()]);
+            pool.store(&self.blocks, self.namespace, from, &self.prompt.ids[from..full * size.get()]);
             self.publish_until(full, pool, false);
         }
     }

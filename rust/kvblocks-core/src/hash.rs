@@ -54,9 +54,6 @@ pub struct BlockHasher {
     pub seed: u64,
 }
 
-/// Longest preimage that is put together on the stack: SHA-256's, of a block of 64 tokens without extra keys.
-const STACK_BYTES: usize = 32 + 4 * 64;
-
 impl BlockHasher {
     /// Digest of the empty prefix of a namespace, whose keys are given framed.
     pub fn root(&self, keys: &[u8]) -> Digest {
@@ -71,32 +68,30 @@ impl BlockHasher {
 
     /// Digest of a full block after `parent`. O(tokens).
     pub fn block(&self, parent: Digest, tokens: &[u32], extra: &[u8]) -> Digest {
-        let parent_bytes = self.algorithm.num_bytes();
-        let (extra_at, len) =
-            (parent_bytes + 4 * tokens.len(), parent_bytes + 4 * tokens.len() + extra.len());
-        let (mut stack, mut heap);
-        let bytes: &mut [u8] = if len <= STACK_BYTES {
-            stack = [0u8; STACK_BYTES];
-            &mut stack[..len]
-        } else {
-            heap = vec![0u8; len];
-            &mut heap
-        };
+        self.link(parent, tokens, extra, &mut Vec::new())
+    }
+
+    /// As `block`, with the preimage put together in `bytes`, which a chain of blocks uses again.
+    #[inline]
+    pub(crate) fn link(&self, parent: Digest, tokens: &[u32], extra: &[u8], bytes: &mut Vec<u8>) -> Digest {
+        let head = self.algorithm.num_bytes();
+        let end = head + 4 * tokens.len();
+        bytes.resize(end, 0);
         bytes[..16].copy_from_slice(&parent.low.to_le_bytes());
-        if parent_bytes == 32 {
+        if head == 32 {
             bytes[16..32].copy_from_slice(&parent.high.to_le_bytes());
         }
         if cfg!(target_endian = "little") {
-            bytes[parent_bytes..extra_at].copy_from_slice(bytemuck::cast_slice(tokens));
+            copy_tokens(bytemuck::cast_slice(tokens), &mut bytes[head..end]);
         } else {
-            for (to, token) in bytes[parent_bytes..extra_at].chunks_exact_mut(4).zip(tokens) {
+            for (to, token) in bytes[head..end].chunks_exact_mut(4).zip(tokens) {
                 to.copy_from_slice(&token.to_le_bytes());
             }
         }
-        bytes[extra_at..].copy_from_slice(extra);
+        bytes.extend_from_slice(extra);
         match self.algorithm {
             Algorithm::Xxh3 => Digest { low: xxh3_128_with_seed(bytes, self.seed), high: 0 },
-            Algorithm::Sha256 => sha256(Sha256::new_with_prefix(bytes)),
+            Algorithm::Sha256 => sha256(Sha256::new_with_prefix(&bytes[..])),
             Algorithm::Degenerate => Digest { low: 1, high: 0 },
         }
     }
@@ -121,10 +116,11 @@ impl BlockHasher {
             Some(bytes) => Digest::from_bytes(bytes, self.algorithm)?,
         };
         let extras: std::collections::HashMap<_, _> = keys.extras(block_size).into_iter().collect();
+        let mut bytes = Vec::new();
         let blocks = tokens.chunks_exact(block_size).enumerate();
         Ok(blocks
             .map(|(i, block)| {
-                digest = self.block(digest, block, extras.get(&i).map_or(&[], |extra| &extra[..]));
+                digest = self.link(digest, block, extras.get(&i).map_or(&[], |extra| &extra[..]), &mut bytes);
                 digest
             })
             .collect())
@@ -141,6 +137,15 @@ impl Digest {
         low.copy_from_slice(&bytes[..16]);
         high[..bytes.len() - 16].copy_from_slice(&bytes[16..]);
         Ok(Self { low: u128::from_le_bytes(low), high: u128::from_le_bytes(high) })
+    }
+}
+
+/// Copy the bytes of tokens; those of a block of 16, the usual size, in registers.
+#[inline]
+fn copy_tokens(from: &[u8], to: &mut [u8]) {
+    match (<&[u8; 64]>::try_from(from), <&mut [u8; 64]>::try_from(&mut *to)) {
+        (Ok(from), Ok(to)) => *to = *from,
+        _ => to.copy_from_slice(from),
     }
 }
 

@@ -44,12 +44,14 @@ impl Manager {
             return Err(Error::Value { argument: "sum of num_children", got: total as i64, expected });
         }
         for (row, handle) in handles.iter().enumerate() {
-            for _ in 0..num_children.at(row) {
+            let count = num_children.at(row);
+            for _ in 0..count {
                 let child = self.snapshot(*handle);
                 let key = self.seqs.insert(child);
                 self.ledger.settle(&mut self.seqs[key], self.size);
                 children.push(SeqHandle::of(key));
             }
+            self.share_computed(*handle, count);
         }
         self.note_peaks();
         Ok(())
@@ -74,7 +76,11 @@ impl Manager {
         }
         // New owners first, then the old ones leave.
         let moves = || parents.iter().enumerate().filter(|&(row, &parent)| row as i32 != parent);
-        let successors: Vec<Sequence> = moves().map(|(_, &p)| self.snapshot(handles[p as usize])).collect();
+        let mut successors = Vec::with_capacity(handles.len());
+        for (_, &parent) in moves() {
+            successors.push(self.snapshot(handles[parent as usize]));
+            self.share_computed(handles[parent as usize], 1);
+        }
         for ((row, _), mut next) in moves().zip(successors) {
             let old = &mut self.seqs[handles[row].key()];
             next.epoch = old.epoch.wrapping_add(1);
@@ -147,7 +153,16 @@ impl Manager {
         }
     }
 
-    /// The computed tokens as a sequence of their own, which owns its blocks already and is not counted yet.
+    /// Make `times` more owners of the blocks that a sequence has computed. O(blocks), whatever the number.
+    fn share_computed(&mut self, handle: SeqHandle, times: usize) {
+        let seq = &self.seqs[handle.key()];
+        let len = if times == 0 { 0 } else { self.size.blocks(seq.num_computed) };
+        for &block in seq.blocks[..len].iter().filter(|&&block| block != BlockId::HOLE) {
+            self.pool.share_times(block, times as u32);
+        }
+    }
+
+    /// The computed tokens as a sequence of their own: not counted yet, and its blocks still to be shared with it.
     fn snapshot(&mut self, handle: SeqHandle) -> Sequence {
         let mut blocks = self.spare_tables.pop().unwrap_or_default();
         let parent = &mut self.seqs[handle.key()];
@@ -159,9 +174,6 @@ impl Manager {
         blocks.reserve(len + len / 4 + 16);
         blocks.extend_from_slice(&parent.blocks[..len]);
         let parent = &self.seqs[handle.key()];
-        for &block in blocks.iter().filter(|&&block| block != BlockId::HOLE) {
-            self.pool.share(block);
-        }
         self.pool.namespaces.join(parent.namespace);
         let mut child = Sequence {
             prompt_len: parent.prompt_len,

@@ -109,7 +109,7 @@ impl Pool {
 
     #[inline]
     pub fn refs(&self, block: BlockId) -> u32 {
-        self.blocks[block].refs
+        self.blocks.refs(block)
     }
 
     pub fn fill(&self, block: BlockId) -> usize {
@@ -130,22 +130,44 @@ impl Pool {
     /// Hand out a block with one reference and no content: a free one, else the least recently used cached one. O(1).
     #[inline]
     pub fn take(&mut self, namespace: u32) -> Option<BlockId> {
+        let block = self.take_uncounted(namespace)?;
+        self.num_live += 1;
+        self.namespaces.usage(namespace).live_blocks += 1;
+        Some(block)
+    }
+
+    /// `take`, `count` times, onto the end of a table that has room; the caller has seen that so many are available.
+    pub fn take_many(&mut self, count: usize, namespace: u32, table: &mut Vec<BlockId>) {
+        for _ in 0..count {
+            table.extend(self.take_uncounted(namespace));
+        }
+        self.num_live += count as u32;
+        self.namespaces.usage(namespace).live_blocks += count;
+    }
+
+    #[inline]
+    fn take_uncounted(&mut self, namespace: u32) -> Option<BlockId> {
         let block = match self.list.pop_unqueued() {
             Some(block) => block,
             None => self.pop_queued()?,
         };
+        *self.blocks.refs_mut(block) = 1;
         let record = &mut self.blocks[block];
-        (record.refs, record.fill, record.namespace) = (1, 0, namespace);
-        self.num_live += 1;
-        self.namespaces.usage(namespace).live_blocks += 1;
+        (record.fill, record.namespace) = (0, namespace);
         Some(block)
     }
 
     /// Add a sequence to the owners of a live, held or cached block; its content stays. O(1).
     #[inline]
     pub fn share(&mut self, block: BlockId) {
-        let refs = self.blocks[block].refs;
-        self.blocks[block].refs = refs + 1;
+        self.share_times(block, 1);
+    }
+
+    /// Add `times` sequences to the owners of a block. O(1), whatever the number.
+    #[inline]
+    pub fn share_times(&mut self, block: BlockId, times: u32) {
+        let refs = self.blocks.refs(block);
+        *self.blocks.refs_mut(block) = refs + times;
         if refs == 0 {
             self.list.unlink(block, &mut self.blocks);
             self.num_cached -= 1;
@@ -162,12 +184,38 @@ impl Pool {
     /// free. O(1).
     #[inline]
     pub fn release(&mut self, block: BlockId) -> bool {
-        let record = &mut self.blocks[block];
-        record.refs -= 1;
-        let (refs, fill, namespace) = (record.refs, record.fill, record.namespace);
+        let refs = self.blocks.refs_mut(block);
+        *refs -= 1;
+        let refs = *refs;
         if refs > 0 && !self.is_held(block, refs) {
             return false;
         }
+        self.lose_last_sequence(block, refs)
+    }
+
+    /// Release the end of a table, last block first; returns (holes, blocks that nobody owns any more). O(blocks).
+    pub fn release_tail(&mut self, tail: &[BlockId]) -> (usize, usize) {
+        let (mut num_holes, mut orphaned) = (0, 0);
+        let no_holds = self.holds.is_empty();
+        for &block in tail.iter().rev() {
+            if block == BlockId::HOLE {
+                num_holes += 1;
+                continue;
+            }
+            let refs = self.blocks.refs_mut(block);
+            *refs -= 1;
+            let refs = *refs;
+            if refs == 0 || !no_holds && self.is_held(block, refs) {
+                orphaned += usize::from(self.lose_last_sequence(block, refs));
+            }
+        }
+        (num_holes, orphaned)
+    }
+
+    /// The rest of `release`: no sequence owns the block any more, `refs` transfers do.
+    #[inline]
+    fn lose_last_sequence(&mut self, block: BlockId, refs: u32) -> bool {
+        let (fill, namespace) = (self.blocks[block].fill, self.blocks[block].namespace);
         self.num_live -= 1;
         self.used_slots -= u64::from(fill);
         let usage = self.namespaces.usage(namespace);
@@ -183,7 +231,7 @@ impl Pool {
 
     /// Add a transfer to the owners of a live block. O(1).
     pub fn hold(&mut self, block: BlockId) {
-        self.blocks[block].refs += 1;
+        *self.blocks.refs_mut(block) += 1;
         *self.holds.entry(block).or_default() += 1;
     }
 
@@ -195,8 +243,8 @@ impl Pool {
                 self.holds.remove(&block);
             }
         }
-        self.blocks[block].refs -= 1;
-        if self.blocks[block].refs > 0 {
+        *self.blocks.refs_mut(block) -= 1;
+        if self.blocks.refs(block) > 0 {
             return false;
         }
         self.num_held -= 1;
@@ -231,15 +279,43 @@ impl Pool {
         }
     }
 
-    /// Raise the written high-water mark of a live block. O(1).
+    /// Raise the written high-water mark of a live block; returns by how much, which the caller counts. O(1).
     #[inline]
-    pub fn raise_fill(&mut self, block: BlockId, fill: usize) {
+    fn raise_uncounted(&mut self, block: BlockId, fill: usize) -> u32 {
         let record = &mut self.blocks[block];
         let raised = (fill as u32).saturating_sub(record.fill);
         record.fill += raised;
-        let namespace = record.namespace;
+        raised
+    }
+
+    /// Raise the written high-water mark of a live block. O(1).
+    #[inline]
+    pub fn raise_fill(&mut self, block: BlockId, fill: usize) {
+        let raised = self.raise_uncounted(block, fill);
+        let namespace = self.blocks[block].namespace;
+        self.count_written(raised, namespace);
+    }
+
+    #[inline]
+    fn count_written(&mut self, raised: u32, namespace: u32) {
         self.used_slots += u64::from(raised);
         self.namespaces.usage(namespace).used_slots += u64::from(raised);
+    }
+
+    /// Write ids beside the blocks that hold the positions from `at` on, and raise their marks. O(ids).
+    #[inline]
+    pub fn store(&mut self, table: &[BlockId], namespace: u32, mut at: usize, mut ids: &[u32]) {
+        let size = self.block_size;
+        let mut raised = 0;
+        while !ids.is_empty() {
+            let (block, offset) = (table[size.column(at)], size.offset(at));
+            let (now, later) = ids.split_at(ids.len().min(size.get() - offset));
+            self.blocks.write_tokens(block, offset, now);
+            raised += self.raise_uncounted(block, offset + now.len());
+            at += now.len();
+            ids = later;
+        }
+        self.count_written(raised, namespace);
     }
 
     /// Lower the mark of a live block to `fill`; for its sole owner only. O(1).
@@ -256,7 +332,7 @@ impl Pool {
     pub fn withdraw(&mut self, block: BlockId) {
         let Some(index) = &mut self.index else { return };
         index.withdraw(block, &mut self.blocks);
-        let (refs, namespace) = (self.blocks[block].refs, self.blocks[block].namespace);
+        let (refs, namespace) = (self.blocks.refs(block), self.blocks[block].namespace);
         if refs == 0 {
             self.list.unlink(block, &mut self.blocks);
             self.num_cached -= 1;

@@ -6,9 +6,10 @@
 //! by digest is a hit if its tokens, its extra keys and its *parent's content id* are equal; by induction from the root
 //! of its namespace no collision can pass.
 //!
-//! The table is open addressing with linear probing. An entry holds 32 bits of the digest, which fix where its probe
-//! starts, so neither a probe nor a removal touches another block's record without need; removal shifts entries back,
-//! so there are no tombstones and no rehash.
+//! The table is open addressing with linear probing, entries in order of their homes (Robin Hood): a probe for what is not
+//! there ends where it would stand, and a removal shifts back what follows until an entry is at home; there are no
+//! tombstones and no rehash. An entry holds 32 bits of the digest, which fix its home, so neither touches another
+//! block's record without need.
 //!
 //! Invariant: every published block is either the one the table names for its content (the oldest) or among the twins
 //! of that content, in the order of publication; withdrawing a block removes exactly itself.
@@ -105,25 +106,37 @@ impl PrefixIndex {
     /// content. O(1) expected.
     #[inline]
     pub fn find(&self, wanted: Content, blocks: &Blocks, collisions: &mut u64) -> Option<BlockId> {
+        self.probe(wanted, blocks, collisions).ok()
+    }
+
+    /// The oldest block with this content, or the place and the distance from home where it would be entered.
+    #[inline]
+    fn probe(
+        &self,
+        wanted: Content,
+        blocks: &Blocks,
+        collisions: &mut u64,
+    ) -> std::result::Result<BlockId, (usize, usize)> {
         let fragment = fragment(wanted.digest);
         let parent = wanted.parent.as_parent(wanted.extra);
         let mut at = self.home(fragment);
+        let mut distance = 0;
         loop {
             let entry = self.table[at];
-            if entry == 0 {
-                return None;
-            }
-            if (entry >> 32) as u32 == fragment {
+            if (entry >> 32) as u32 == fragment && entry != 0 {
                 let block = block_of(entry);
                 if blocks[block].parent() == parent
-                    && blocks.tokens(block) == wanted.tokens
+                    && blocks.holds_tokens(block, wanted.tokens)
                     && (wanted.extra.is_none() || blocks.extras.get(&block) == wanted.extra)
                 {
-                    return Some(block);
+                    return Ok(block);
                 }
                 *collisions += u64::from(blocks.digest(block) == wanted.digest);
+            } else if entry == 0 || self.distance(entry, at) < distance {
+                return Err((at, distance));
             }
             at = self.after(at);
+            distance += 1;
         }
     }
 
@@ -138,15 +151,15 @@ impl PrefixIndex {
         blocks: &mut Blocks,
     ) -> (Link, Option<BlockId>) {
         let wanted = Content { digest, parent, tokens: blocks.tokens(block), extra };
-        let older = self.find(wanted, blocks, &mut 0);
-        let content = match older {
-            Some(older) => {
+        let place = self.probe(wanted, blocks, &mut 0);
+        let content = match place {
+            Ok(older) => {
                 let content = ContentId(blocks[older].content());
                 self.twins.entry(content).or_default().push(block);
                 content
             }
-            None => {
-                self.insert(fragment(digest), block);
+            Err((at, distance)) => {
+                self.insert(at, distance, entry(fragment(digest), block));
                 self.next_content += 1;
                 ContentId(self.next_content - 1)
             }
@@ -157,7 +170,7 @@ impl PrefixIndex {
         if let Some(extra) = extra {
             blocks.extras.insert(block, Arc::clone(extra));
         }
-        (Link { digest, content }, older)
+        (Link { digest, content }, place.ok())
     }
 
     /// Make a published block unfindable; its oldest twin, if any, takes its place. O(1) expected, and O(twins).
@@ -213,6 +226,17 @@ impl PrefixIndex {
         }
     }
 
+    /// How far from its home an entry stands.
+    #[inline]
+    fn distance(&self, entry: u64, at: usize) -> usize {
+        let home = self.home((entry >> 32) as u32);
+        if at >= home {
+            at - home
+        } else {
+            at + self.table.len() - home
+        }
+    }
+
     fn position(&self, fragment: u32, block: BlockId) -> Option<usize> {
         let wanted = entry(fragment, block);
         let mut at = self.home(fragment);
@@ -225,29 +249,34 @@ impl PrefixIndex {
         None
     }
 
-    fn insert(&mut self, fragment: u32, block: BlockId) {
-        let mut at = self.home(fragment);
-        while self.table[at] != 0 {
-            at = self.after(at);
-        }
-        self.table[at] = entry(fragment, block);
+    /// Enter at the place that a probe ended at; what stands there and is nearer to its home moves on.
+    fn insert(&mut self, mut at: usize, mut distance: usize, mut entry: u64) {
         self.num_entries += 1;
-    }
-
-    /// Empty a place and move later entries of its run up, unless that would put one before its home.
-    fn remove(&mut self, mut hole: usize) {
-        self.num_entries -= 1;
-        let len = self.table.len();
-        let distance = |from: usize, to: usize| if to >= from { to - from } else { to + len - from };
-        let mut at = self.after(hole);
         while self.table[at] != 0 {
-            let home = self.home((self.table[at] >> 32) as u32);
-            if distance(home, at) >= distance(hole, at) {
-                self.table[hole] = self.table[at];
-                hole = at;
+            let there = self.distance(self.table[at], at);
+            if there < distance {
+                std::mem::swap(&mut self.table[at], &mut entry);
+                distance = there;
             }
             at = self.after(at);
+            distance += 1;
         }
-        self.table[hole] = 0;
+        self.table[at] = entry;
+    }
+
+    /// Empty a place and move the entries behind it up, until one is at home.
+    #[inline]
+    fn remove(&mut self, mut hole: usize) {
+        self.num_entries -= 1;
+        loop {
+            let next = self.after(hole);
+            let entry = self.table[next];
+            if entry == 0 || self.distance(entry, next) == 0 {
+                self.table[hole] = 0;
+                return;
+            }
+            self.table[hole] = entry;
+            hole = next;
+        }
     }
 }

@@ -70,9 +70,11 @@ impl Preparer {
             }
             let mut hashes = Vec::with_capacity(tokens.ids.len() / self.block_size);
             hashes.extend_from_slice(known);
+            let mut bytes = Vec::new();
             let mut parent = known.last().copied().unwrap_or(tokens.root);
             for (i, block) in tokens.ids.chunks_exact(self.block_size).enumerate().skip(known.len()) {
-                parent = hasher.block(parent, block, tokens.extra(i).map_or(&[], |extra| &extra[..]));
+                let extra = tokens.extra(i).map_or(&[][..], |extra| &extra[..]);
+                parent = hasher.link(parent, block, extra, &mut bytes);
                 hashes.push(parent);
             }
             tokens.hashes = hashes;

@@ -261,14 +261,9 @@ impl Sequence {
             return 0;
         }
         self.touch(len);
-        let mut orphaned = 0;
-        for block in self.blocks.drain(len..).rev() {
-            if block == BlockId::HOLE {
-                self.num_holes -= 1;
-            } else {
-                orphaned += usize::from(pool.release(block));
-            }
-        }
+        let (num_holes, orphaned) = pool.release_tail(&self.blocks[len..]);
+        self.blocks.truncate(len);
+        self.num_holes -= num_holes;
         orphaned
     }
 

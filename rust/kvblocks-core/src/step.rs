@@ -140,9 +140,7 @@ impl Manager {
                         self.pool.release(src);
                     }
                 }
-                for _ in 0..plan.num_new_blocks {
-                    seq.blocks.extend(self.pool.take(seq.namespace));
-                }
+                self.pool.take_many(plan.num_new_blocks, seq.namespace, &mut seq.blocks);
                 match num_new {
                     // The tail is made writable when something is written.
                     0 => seq.room = 0,
@@ -158,7 +156,10 @@ impl Manager {
                 seq.room = 0;
             }
             seq.num_reserved = seq.num_reserved.max(start + num_new + request.lookahead.at(row));
-            self.ledger.settle(seq, self.size);
+            if seq.num_reserved - seq.num_scheduled != seq.share.ahead || seq.blocks.len() != seq.share.blocks
+            {
+                self.ledger.settle(seq, self.size);
+            }
             step.max_blocks = step.max_blocks.max(seq.blocks.len());
             step.num_changes += usize::from(out.write_table(row, key, seq, padding, step.num_changes));
             step.num_tokens += num_new;

@@ -558,6 +558,12 @@ impl Naive {
         }
     }
 
+    /// Ids of all tokens that the commit accepts.
+    pub fn accepted_ids(&self, name: Name, count: usize) -> Vec<u32> {
+        let seq = &self.seqs[&name];
+        seq.tokens[seq.computed..seq.computed + count].to_vec()
+    }
+
     /// Ids that the commit must supply.
     pub fn unknown_ids(&self, name: Name, count: usize) -> Vec<u32> {
         let seq = &self.seqs[&name];
