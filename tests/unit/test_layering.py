@@ -29,6 +29,7 @@ def test_importing_kvblocks_imports_numpy_and_the_standard_library_only(tmp_path
     assert {"kvblocks", "kvblocks._core", "kvblocks.cache"} <= set(new)
     third_party = {name.partition(".")[0] for name in new} - {"kvblocks", "numpy"} - sys.stdlib_module_names
     assert third_party == set()
+    assert [name for name in new if name.startswith("kvblocks.integrations")] == []
 
 
 @pytest.mark.parametrize(("crate", "at_least"), [("kvblocks-core", 3), ("kvblocks-cpu", 2)])
@@ -79,6 +80,9 @@ def test_the_import_contracts_hold_and_were_checked_on_every_module() -> None:
         ("backends/base.py", "import kvblocks.batch"),
         ("backends/numpy.py", "from kvblocks.cache import PagedKVCache"),
         ("cache.py", "import torch"),
+        ("cache.py", "from kvblocks.integrations import nano_vllm"),
+        ("cache.py", "import prometheus_client"),
+        ("integrations/nano_vllm.py", "import prometheus_client"),
     ],
 )
 def test_a_wrong_import_breaks_a_contract(module: str, line: str, tmp_path: Path) -> None:
