@@ -9,7 +9,7 @@ Every method may be called from any thread. Every method is all-or-nothing: afte
 """
 
 from collections.abc import Sequence as _Seq
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,14 @@ _Counts: TypeAlias = NDArray[np.int32] | _Seq[int] | int
 _Key: TypeAlias = str | bytes | int | bool
 _Media: TypeAlias = _Seq[tuple[_Key, int, int]]
 _Tokens: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | _Seq[int]
+
+class _ScheduleOptions(TypedDict, total=False):
+    """How a step is scheduled; see `StepBuffers.schedule`."""
+
+    lookahead: _Counts
+    policy: Literal["all", "fit"]
+    pad_seqs: int
+    pad_tokens: int
 
 __version__: str
 

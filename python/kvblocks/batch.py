@@ -8,7 +8,7 @@ life of the step. They hold the last batch that was scheduled; a refused one cha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from kvblocks._core import BlockManager, Scheduled, StepBuffers
 
 if TYPE_CHECKING:
-    from kvblocks._core import _Counts, _Handles
+    from typing_extensions import Unpack
+
+    from kvblocks._core import _Counts, _Handles, _ScheduleOptions
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -28,7 +30,7 @@ class _Member:
         places = StepBuffers.layout(max_seqs, max_tokens)
         self.block_tables = np.empty((max_seqs, columns), np.int32)
         self.packed = np.zeros(places["num_words"], np.int64)
-        self.buffers = StepBuffers(manager, self.block_tables, self.packed, max_tokens)
+        self.schedule = StepBuffers(manager, self.block_tables, self.packed, max_tokens).schedule
 
         def view(name: str, dtype: type[_T]) -> NDArray[_T]:
             start, end = places[name]
@@ -40,7 +42,28 @@ class _Member:
         self.query_start_loc = view("query_start_loc", np.int32)
         self.copies = view("copies", np.int32).reshape(-1, 2)
         self.changes = view("changes", np.int32).reshape(-1, 3)
-        self.num_rows = self.num_tokens = self.num_cols = self.num_copies = self.num_changes = 0
+        self.scheduled: Scheduled | None = None
+        self.padding: tuple[int, int] = (0, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return max(self.scheduled.num_seqs, self.padding[0]) if self.scheduled is not None else 0
+
+    @property
+    def num_tokens(self) -> int:
+        return max(self.scheduled.num_tokens, self.padding[1]) if self.scheduled is not None else 0
+
+    @property
+    def num_cols(self) -> int:
+        return self.scheduled.max_blocks if self.scheduled is not None else 0
+
+    @property
+    def num_copies(self) -> int:
+        return self.scheduled.num_copies if self.scheduled is not None else 0
+
+    @property
+    def num_changes(self) -> int:
+        return self.scheduled.num_changes if self.scheduled is not None else 0
 
 
 class Step:
@@ -75,36 +98,17 @@ class Step:
         self._at = 0
         self._now = self._ring[0]
 
-    def schedule(
-        self,
-        handles: _Handles,
-        num_new: _Counts,
-        *,
-        lookahead: _Counts = 0,
-        policy: Literal["all", "fit"] = "all",
-        pad_seqs: int = 0,
-        pad_tokens: int = 0,
-    ) -> Scheduled:
-        """Schedule the next `num_new[i]` tokens of each sequence; see `StepBuffers.schedule`.
+    def schedule(self, handles: _Handles, num_new: _Counts, **options: Unpack[_ScheduleOptions]) -> Scheduled:
+        """Schedule the next `num_new[i]` tokens of each sequence; see `StepBuffers.schedule` for the options.
 
         The step's copies must run, for all layers, before its K/V is written.
         """
         at = (self._at + 1) % len(self._ring)
         member = self._ring[at]
-        scheduled = member.buffers.schedule(
-            handles,
-            num_new,
-            lookahead=lookahead,
-            policy=policy,
-            pad_seqs=pad_seqs,
-            pad_tokens=pad_tokens,
-        )
-        if scheduled or policy == "fit":
-            member.num_rows = max(scheduled.num_seqs, pad_seqs)
-            member.num_tokens = max(scheduled.num_tokens, pad_tokens)
-            member.num_cols = scheduled.max_blocks
-            member.num_copies = scheduled.num_copies
-            member.num_changes = scheduled.num_changes
+        scheduled = member.schedule(handles, num_new, **options)
+        if scheduled or options.get("policy") == "fit":
+            member.scheduled = scheduled
+            member.padding = (options.get("pad_seqs", 0), options.get("pad_tokens", 0)) if options else (0, 0)
             self._at, self._now = at, member
         return scheduled
 

@@ -7,7 +7,7 @@ step's copies are made before `schedule` returns, so nothing can be written in b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvblocks._core import BlockManager, Scheduled
 from kvblocks.backends import Backend, get_backend
@@ -16,7 +16,9 @@ from kvblocks.config import CacheConfig, parse_memory
 from kvblocks.layout import Array, LayerCache
 
 if TYPE_CHECKING:
-    from kvblocks._core import _Counts, _Handles
+    from typing_extensions import Unpack
+
+    from kvblocks._core import _Counts, _Handles, _ScheduleOptions
 
 
 class PagedKVCache:
@@ -80,25 +82,9 @@ class PagedKVCache:
         """Bytes of storage."""
         return self.num_blocks * self.config.bytes_per_block
 
-    def schedule(
-        self,
-        handles: _Handles,
-        num_new: _Counts,
-        *,
-        lookahead: _Counts = 0,
-        policy: Literal["all", "fit"] = "all",
-        pad_seqs: int = 0,
-        pad_tokens: int = 0,
-    ) -> Scheduled:
+    def schedule(self, handles: _Handles, num_new: _Counts, **options: Unpack[_ScheduleOptions]) -> Scheduled:
         """Schedule a batch (see `Step.schedule`) and make its copies in all layers. O(tokens + copied bytes)."""
-        scheduled = self.step.schedule(
-            handles,
-            num_new,
-            lookahead=lookahead,
-            policy=policy,
-            pad_seqs=pad_seqs,
-            pad_tokens=pad_tokens,
-        )
+        scheduled = self.step.schedule(handles, num_new, **options)
         if scheduled.num_copies:
             self.backend.copy_blocks(self.layers, self.step.copies)
         return scheduled

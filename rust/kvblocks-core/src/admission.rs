@@ -109,6 +109,7 @@ impl Manager {
         let (key, seq) = match prompt.resumes {
             Some(key) => {
                 let old = &mut self.seqs[key];
+                seq.generation = old.generation;
                 seq.epoch = old.epoch.wrapping_add(1);
                 seq.share = old.share;
                 seq.max_tokens = options.max_tokens.or(old.max_tokens);
@@ -130,7 +131,7 @@ impl Manager {
             }
         }
         self.note_peaks();
-        let handle = SeqHandle::of(key);
+        let handle = key;
         Ok(Ok(Allocation { handle, num_cached_tokens: cached, num_new_tokens: prompt.len() - cached }))
     }
 
@@ -140,7 +141,7 @@ impl Manager {
         }
         match prompt.resumes {
             Some(key) if !self.seqs.get(key).is_some_and(|seq| seq.is_preempted) => {
-                Err(Error::StalePrompt(SeqHandle::of(key)))
+                Err(Error::StalePrompt(key))
             }
             _ => Ok(()),
         }

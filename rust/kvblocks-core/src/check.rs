@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::ids::{BlockId, SeqHandle};
+use crate::ids::BlockId;
 use crate::manager::{Manager, Publish};
 use crate::sequence::{Sequence, Share};
 
@@ -28,12 +28,12 @@ impl Manager {
     pub fn check_integrity(&self) -> Vec<String> {
         let mut report = Report(Vec::new());
         let mut owners: HashMap<BlockId, u32> = HashMap::new();
-        for (key, seq) in &self.seqs {
+        for (key, seq) in self.seqs.iter() {
             let retired = seq.retired.iter().map(|&(block, _)| block);
             for block in seq.blocks.iter().copied().chain(retired).filter(|&block| block != BlockId::HOLE) {
                 *owners.entry(block).or_default() += 1;
             }
-            self.check_sequence(&format!("sequence {:#x}", SeqHandle::of(key).0), seq, &mut report);
+            self.check_sequence(&format!("sequence {:#x}", key.0), seq, &mut report);
         }
         let mut holds: HashMap<BlockId, u32> = HashMap::new();
         for transfer in self.transfers.values() {
@@ -77,15 +77,20 @@ impl Manager {
             });
         }
         if seq.room > 0 {
-            report.equal(&format!("{name}: room"), seq.room, seq.blocks.len() * size - seq.num_scheduled);
+            report.equal(
+                &format!("{name}: room"),
+                seq.room as usize,
+                seq.blocks.len() * size - seq.num_scheduled,
+            );
             let (block, offset) = (seq.blocks[seq.num_scheduled / size], seq.num_scheduled % size);
             report.equal(&format!("{name}: next slot"), seq.next_slot, block.index() * size + offset);
-            report.equal(&format!("{name}: left in block"), seq.left_in_block, size - offset);
+            report.equal(&format!("{name}: left in block"), seq.left_in_block as usize, size - offset);
             let writable = offset == 0 || self.pool.is_private(block);
             report.expect(writable, || format!("{name}: room in {block:?}, which others own"));
         }
         report
             .expect(!seq.is_preempted || seq.blocks.is_empty(), || format!("{name}: preempted with blocks"));
+        report.equal(&format!("{name}: columns"), seq.num_cols as usize, seq.blocks.len());
         report.equal(&format!("{name}: share"), seq.share, seq.share_now(self.size));
     }
 

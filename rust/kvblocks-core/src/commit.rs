@@ -20,7 +20,7 @@ impl Manager {
         self.next_batch();
         let (mut num_unknown, mut num_accepted) = (0, 0);
         for (row, &handle) in handles.iter().enumerate() {
-            let seq = self.seqs.get_mut(handle.key()).ok_or(Error::StaleHandle(handle))?;
+            let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
             check_member(seq, handle, self.batch, true)?;
             let count = counts.at(row);
             match seq.in_flight.oldest() {
@@ -40,8 +40,8 @@ impl Manager {
             return Err(Error::Length { argument: "tokens", got: ids.len(), expected: num_unknown });
         }
         let mut rest = ids;
-        for (row, handle) in handles.iter().enumerate() {
-            let seq = &mut self.seqs[handle.key()];
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = &mut self.seqs[handle];
             let count = counts.at(row);
             let unknown = (seq.num_computed + count).saturating_sub(seq.num_known());
             let (own, others) = rest.split_at(if all_given { count } else { unknown });
@@ -68,8 +68,8 @@ impl Manager {
     /// Compare the ids that are known with those given for all accepted tokens.
     fn check_known(&self, handles: &[SeqHandle], counts: Counts, ids: &[u32]) -> Result<()> {
         let mut at = 0;
-        for (row, handle) in handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = &self.seqs[handle];
             let count = counts.at(row);
             let end = (seq.num_computed + count).min(seq.num_known());
             let known = seq.prompt.ids.get(seq.num_computed..end).unwrap_or_default();
@@ -87,15 +87,15 @@ impl Manager {
     pub fn abort_step(&mut self, handles: &[SeqHandle]) -> Result<()> {
         self.check_batch(handles, true)?;
         for (row, &handle) in handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
+            let seq = &self.seqs[handle];
             let Some(step) = seq.in_flight.newest() else {
                 let expected = "a sequence with a step in flight".to_owned();
                 return Err(Error::Row { argument: "handles", row, got: handle.0, expected });
             };
             check_unused(seq, &self.pool, row, handle, seq.num_scheduled - step.num_new as usize)?;
         }
-        for handle in handles {
-            let seq = &mut self.seqs[handle.key()];
+        for &handle in handles {
+            let seq = &mut self.seqs[handle];
             if let Some(step) = seq.in_flight.pop_newest() {
                 let scheduled = seq.num_scheduled - step.num_new as usize;
                 roll_back(seq, &mut self.pool, scheduled, step);

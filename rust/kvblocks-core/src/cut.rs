@@ -36,8 +36,8 @@ impl Manager {
     pub fn truncate(&mut self, handles: &[SeqHandle], lengths: Counts, spare: Spare) -> Result<usize> {
         self.check_batch(handles, true)?;
         lengths.check("lengths", handles.len())?;
-        for (row, handle) in handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = &self.seqs[handle];
             let length = lengths.at(row);
             let most = seq.num_known().max(seq.num_scheduled);
             let least = if seq.in_flight.len() == 0 { 0 } else { seq.num_scheduled };
@@ -51,9 +51,9 @@ impl Manager {
             seq.check_cut(row, length, self.size)?;
         }
         let mut orphaned = 0;
-        for (row, handle) in handles.iter().enumerate() {
+        for (row, &handle) in handles.iter().enumerate() {
             let length = lengths.at(row);
-            let seq = &mut self.seqs[handle.key()];
+            let seq = &mut self.seqs[handle];
             orphaned += seq.cut(length, spare, &mut self.pool);
             if length < seq.prompt.ids.len() && !seq.prompt.keys.media.is_empty() {
                 // The media that begin beyond the cut must not mark what is computed there next.
@@ -77,7 +77,7 @@ impl Manager {
         unpublish: bool,
     ) -> Result<Dropped> {
         self.check_batch(&[handle], true)?;
-        let seq = &mut self.seqs[handle.key()];
+        let seq = &mut self.seqs[handle];
         if start > end || end > seq.num_known() {
             let expected = format!("start <= end <= {}, the tokens of the sequence", seq.num_known());
             return Err(Error::Value { argument: "end of the range", got: end as i64, expected });
@@ -127,8 +127,8 @@ impl Manager {
             return Err(Error::Length { argument: "accepted", got: accepted.len(), expected: total });
         }
         let mut rest = accepted;
-        for (row, handle) in handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = &self.seqs[handle];
             let step = seq.in_flight.oldest().map_or(0, |step| step.num_new as i32);
             let own = rest.split_off(..counts.at(row)).unwrap_or_default();
             let mut least = 0;
@@ -142,8 +142,8 @@ impl Manager {
             }
         }
         let mut rest = accepted;
-        for (row, handle) in handles.iter().enumerate() {
-            let seq = &self.seqs[handle.key()];
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = &self.seqs[handle];
             let slot = |position: usize| {
                 let block = seq.blocks[self.size.column(position)];
                 (block.index() * self.size.get() + self.size.offset(position)) as i64

@@ -9,7 +9,7 @@
 //!
 //! Invariant: a digest only *finds* a block; whoever finds one compares its content before using it.
 
-use sha2::{Digest as _, Sha256};
+use sha2::block_api::compress256;
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 use crate::error::{Error, Result};
@@ -59,9 +59,7 @@ impl BlockHasher {
     pub fn root(&self, keys: &[u8]) -> Digest {
         match self.algorithm {
             Algorithm::Xxh3 => Digest { low: xxh3_128_with_seed(keys, self.seed), high: 0 },
-            Algorithm::Sha256 => {
-                sha256(Sha256::new().chain_update(self.seed.to_le_bytes()).chain_update(keys))
-            }
+            Algorithm::Sha256 => sha256(&mut [&self.seed.to_le_bytes(), keys].concat()),
             Algorithm::Degenerate => Digest { low: 1, high: 0 },
         }
     }
@@ -74,6 +72,15 @@ impl BlockHasher {
     /// As `block`, with the preimage put together in `bytes`, which a chain of blocks uses again.
     #[inline]
     pub(crate) fn link(&self, parent: Digest, tokens: &[u32], extra: &[u8], bytes: &mut Vec<u8>) -> Digest {
+        // The usual case, with sizes that the compiler knows: half the time.
+        if let (Algorithm::Xxh3, Ok(tokens), true) =
+            (self.algorithm, <&[u32; 16]>::try_from(tokens), extra.is_empty() && LITTLE_ENDIAN)
+        {
+            let mut block = [0u8; 16 + 64];
+            block[..16].copy_from_slice(&parent.low.to_le_bytes());
+            block[16..].copy_from_slice(bytemuck::bytes_of(tokens));
+            return Digest { low: xxh3_128_with_seed(&block, self.seed), high: 0 };
+        }
         let head = self.algorithm.num_bytes();
         let end = head + 4 * tokens.len();
         bytes.resize(end, 0);
@@ -81,7 +88,7 @@ impl BlockHasher {
         if head == 32 {
             bytes[16..32].copy_from_slice(&parent.high.to_le_bytes());
         }
-        if cfg!(target_endian = "little") {
+        if LITTLE_ENDIAN {
             copy_tokens(bytemuck::cast_slice(tokens), &mut bytes[head..end]);
         } else {
             for (to, token) in bytes[head..end].chunks_exact_mut(4).zip(tokens) {
@@ -91,7 +98,7 @@ impl BlockHasher {
         bytes.extend_from_slice(extra);
         match self.algorithm {
             Algorithm::Xxh3 => Digest { low: xxh3_128_with_seed(bytes, self.seed), high: 0 },
-            Algorithm::Sha256 => sha256(Sha256::new_with_prefix(&bytes[..])),
+            Algorithm::Sha256 => sha256(bytes),
             Algorithm::Degenerate => Digest { low: 1, high: 0 },
         }
     }
@@ -149,9 +156,24 @@ fn copy_tokens(from: &[u8], to: &mut [u8]) {
     }
 }
 
-fn sha256(state: Sha256) -> Digest {
-    let bytes = state.finalize();
+/// SHA-256 of a message (FIPS 180-4), padded where it stands: the library's compression function on whole blocks, without
+/// its buffering in between, which costs a third of the time of a short message.
+fn sha256(message: &mut Vec<u8>) -> Digest {
+    let num_bits = 8 * message.len() as u64;
+    message.push(0x80);
+    message.resize((message.len() + 8).next_multiple_of(64) - 8, 0);
+    message.extend_from_slice(&num_bits.to_be_bytes());
+    let mut state = SHA256_START;
+    compress256(&mut state, message.as_chunks().0);
     let mut halves = [[0; 16]; 2];
-    halves.as_flattened_mut().copy_from_slice(&bytes);
+    for (to, word) in halves.as_flattened_mut().chunks_exact_mut(4).zip(state) {
+        to.copy_from_slice(&word.to_be_bytes());
+    }
     Digest { low: u128::from_le_bytes(halves[0]), high: u128::from_le_bytes(halves[1]) }
 }
+
+/// Fractions of the square roots of the first eight primes.
+const SHA256_START: [u32; 8] =
+    [0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19];
+
+const LITTLE_ENDIAN: bool = cfg!(target_endian = "little");

@@ -6,8 +6,6 @@
 use slotmap::{Key, KeyData};
 
 slotmap::new_key_type! {
-    /// Key of a sequence in the manager's slot map.
-    pub(crate) struct SeqKey;
     /// Key of a transfer in the manager's slot map.
     pub(crate) struct TransferKey;
 }
@@ -39,18 +37,23 @@ impl BlockId {
 }
 
 /// A sequence as the outside sees it: `generation << 32 | index`, in an int64.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, bytemuck::TransparentWrapper)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, bytemuck::TransparentWrapper)]
 #[repr(transparent)]
 pub struct SeqHandle(pub i64);
 
 impl SeqHandle {
-    pub(crate) fn of(key: SeqKey) -> Self {
-        Self(key.data().as_ffi() as i64)
+    pub(crate) fn new(index: u32, generation: u32) -> Self {
+        Self(i64::from(generation) << 32 | i64::from(index))
     }
 
     #[inline]
-    pub(crate) fn key(self) -> SeqKey {
-        KeyData::from_ffi(self.0 as u64).into()
+    pub(crate) fn index(self) -> usize {
+        self.0 as u32 as usize
+    }
+
+    #[inline]
+    pub(crate) fn generation(self) -> u32 {
+        (self.0 >> 32) as u32
     }
 }
 

@@ -40,6 +40,7 @@ mod pool;
 mod prefix;
 mod prompt;
 mod sequence;
+mod sequences;
 mod stats;
 mod step;
 mod transfer;

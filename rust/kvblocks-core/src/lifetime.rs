@@ -43,15 +43,15 @@ impl Manager {
             let expected = format!("at most {MAX_CHILDREN} children in one call");
             return Err(Error::Value { argument: "sum of num_children", got: total as i64, expected });
         }
-        for (row, handle) in handles.iter().enumerate() {
+        for (row, &handle) in handles.iter().enumerate() {
             let count = num_children.at(row);
             for _ in 0..count {
-                let child = self.snapshot(*handle);
-                let key = self.seqs.insert(child);
-                self.ledger.settle(&mut self.seqs[key], self.size);
-                children.push(SeqHandle::of(key));
+                let child = self.snapshot(handle);
+                let child = self.seqs.insert(child);
+                self.ledger.settle(&mut self.seqs[child], self.size);
+                children.push(child);
             }
-            self.share_computed(*handle, count);
+            self.share_computed(handle, count);
         }
         self.note_peaks();
         Ok(())
@@ -69,7 +69,7 @@ impl Manager {
                 let expected = format!("a row of the batch, 0 to {}", handles.len().saturating_sub(1));
                 return Err(Error::Row { argument: "parents", row, got: parent.into(), expected });
             }
-            if self.seqs[handles[row].key()].in_flight.len() > 0 {
+            if self.seqs[handles[row]].in_flight.len() > 0 {
                 let expected = "a sequence with no step in flight: commit first".to_owned();
                 return Err(Error::Row { argument: "handles", row, got: handles[row].0, expected });
             }
@@ -82,12 +82,13 @@ impl Manager {
             self.share_computed(handles[parent as usize], 1);
         }
         for ((row, _), mut next) in moves().zip(successors) {
-            let old = &mut self.seqs[handles[row].key()];
+            let old = &mut self.seqs[handles[row]];
+            next.generation = old.generation;
             next.epoch = old.epoch.wrapping_add(1);
             next.share = old.share;
             next.max_tokens = old.max_tokens;
             let mut old = std::mem::replace(old, next);
-            self.ledger.settle(&mut self.seqs[handles[row].key()], self.size);
+            self.ledger.settle(&mut self.seqs[handles[row]], self.size);
             old.release_all(&mut self.pool);
             self.recycle(old);
         }
@@ -99,19 +100,19 @@ impl Manager {
     pub fn preempt(&mut self, handles: &[SeqHandle]) -> Result<Vec<Prompt>> {
         self.check_batch(handles, false)?;
         let mut prompts = Vec::with_capacity(handles.len());
-        for handle in handles {
-            let key = handle.key();
-            if !self.seqs[key].is_preempted {
-                let history = self.hashed_history(&self.seqs[key]);
-                let seq = &mut self.seqs[key];
+        for &handle in handles {
+            if !self.seqs[handle].is_preempted {
+                let history = self.hashed_history(&self.seqs[handle]);
+                let seq = &mut self.seqs[handle];
                 seq.release_all(&mut self.pool);
-                let (epoch, seen, share, max_tokens) = (seq.epoch, seq.seen, seq.share, seq.max_tokens);
+                let (generation, epoch, seen) = (seq.generation, seq.epoch, seq.seen);
+                let (share, max_tokens) = (seq.share, seq.max_tokens);
                 let empty = Sequence::new(history, seq.namespace);
-                *seq = Sequence { is_preempted: true, epoch, seen, share, max_tokens, ..empty };
+                *seq = Sequence { generation, is_preempted: true, epoch, seen, share, max_tokens, ..empty };
                 self.ledger.settle(seq, self.size);
                 self.counters.preemptions += 1;
             }
-            prompts.push(self.preparer.wrap(Arc::clone(&self.seqs[key].prompt), Some(key)));
+            prompts.push(self.preparer.wrap(Arc::clone(&self.seqs[handle].prompt), Some(handle)));
         }
         Ok(prompts)
     }
@@ -123,8 +124,8 @@ impl Manager {
         }
         let held_before = self.pool.num_held();
         let mut num_blocks = 0;
-        for handle in handles {
-            if let Some(mut seq) = self.seqs.remove(handle.key()) {
+        for &handle in handles {
+            if let Some(mut seq) = self.seqs.remove(handle) {
                 num_blocks += seq.release_all(&mut self.pool);
                 self.ledger.remove(&seq);
                 self.recycle(seq);
@@ -138,8 +139,8 @@ impl Manager {
     pub fn reclaimable(&mut self, handles: &[SeqHandle]) -> Result<usize> {
         self.check_batch(handles, false)?;
         let mut shares: std::collections::HashMap<BlockId, u32> = std::collections::HashMap::new();
-        for handle in handles {
-            for &block in self.seqs[handle.key()].blocks.iter().filter(|&&block| block != BlockId::HOLE) {
+        for &handle in handles {
+            for &block in self.seqs[handle].blocks.iter().filter(|&&block| block != BlockId::HOLE) {
                 *shares.entry(block).or_default() += 1;
             }
         }
@@ -155,7 +156,7 @@ impl Manager {
 
     /// Make `times` more owners of the blocks that a sequence has computed. O(blocks), whatever the number.
     fn share_computed(&mut self, handle: SeqHandle, times: usize) {
-        let seq = &self.seqs[handle.key()];
+        let seq = &self.seqs[handle];
         let len = if times == 0 { 0 } else { self.size.blocks(seq.num_computed) };
         for &block in seq.blocks[..len].iter().filter(|&&block| block != BlockId::HOLE) {
             self.pool.share_times(block, times as u32);
@@ -165,7 +166,7 @@ impl Manager {
     /// The computed tokens as a sequence of their own: not counted yet, and its blocks still to be shared with it.
     fn snapshot(&mut self, handle: SeqHandle) -> Sequence {
         let mut blocks = self.spare_tables.pop().unwrap_or_default();
-        let parent = &mut self.seqs[handle.key()];
+        let parent = &mut self.seqs[handle];
         // Its tail may be shared from now on.
         parent.room = 0;
         let computed = parent.num_computed;
@@ -173,7 +174,7 @@ impl Manager {
         let len = self.size.blocks(computed);
         blocks.reserve(len + len / 4 + 16);
         blocks.extend_from_slice(&parent.blocks[..len]);
-        let parent = &self.seqs[handle.key()];
+        let parent = &self.seqs[handle];
         self.pool.namespaces.join(parent.namespace);
         let mut child = Sequence {
             prompt_len: parent.prompt_len,

@@ -9,11 +9,12 @@ use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
 use crate::free_list::Reuse;
 use crate::hash::BlockHasher;
-use crate::ids::{BlockId, SeqHandle, SeqKey, TransferKey};
+use crate::ids::{BlockId, SeqHandle, TransferKey};
 use crate::keys::{namespace_matches, Keys};
 use crate::pool::Pool;
 use crate::prompt::Preparer;
 use crate::sequence::{Cursors, Sequence, Share};
+use crate::sequences::Sequences;
 use crate::stats::{Counters, Series};
 use crate::step::RowPlan;
 use crate::transfer::Transfer;
@@ -110,9 +111,10 @@ pub(crate) type Answer<T> = Result<std::result::Result<T, Refusal>>;
 pub(crate) struct Ledger(pub Share);
 
 impl Ledger {
-    /// Count a sequence as it is now, in place of how it was counted last. O(1).
+    /// Count a sequence as it is now, in place of how it was counted last, and note the length of its table. O(1).
     #[inline]
     pub fn settle(&mut self, seq: &mut Sequence, size: BlockSize) {
+        seq.num_cols = seq.blocks.len() as u32;
         self.replace(seq.share, seq.share_now(size));
         seq.share = seq.share_now(size);
     }
@@ -135,7 +137,7 @@ impl Ledger {
 pub struct Manager {
     pub(crate) size: BlockSize,
     pub(crate) pool: Pool,
-    pub(crate) seqs: SlotMap<SeqKey, Sequence>,
+    pub(crate) seqs: Sequences,
     pub(crate) transfers: SlotMap<TransferKey, Transfer>,
     pub(crate) watermark: usize,
     pub(crate) null_block: bool,
@@ -194,7 +196,7 @@ impl Manager {
         Ok(Self {
             size: BlockSize::new(block_size),
             pool,
-            seqs: SlotMap::with_key(),
+            seqs: Sequences::default(),
             transfers: SlotMap::with_key(),
             watermark: watermark_blocks,
             null_block,
@@ -255,8 +257,8 @@ impl Manager {
     pub fn set_max_tokens(&mut self, handles: &[SeqHandle], max_tokens: Counts) -> Result<()> {
         self.check_batch(handles, false)?;
         max_tokens.check("max_tokens", handles.len())?;
-        for (row, handle) in handles.iter().enumerate() {
-            let seq = &mut self.seqs[handle.key()];
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = &mut self.seqs[handle];
             seq.max_tokens = Some(max_tokens.at(row));
             self.ledger.settle(seq, self.size);
         }
@@ -298,14 +300,14 @@ impl Manager {
     }
 
     pub(crate) fn sequence(&self, handle: SeqHandle) -> Result<&Sequence> {
-        self.seqs.get(handle.key()).ok_or(Error::StaleHandle(handle))
+        self.seqs.get(handle).ok_or(Error::StaleHandle(handle))
     }
 
     /// Check that a batch names each sequence once; `resident` ones only where the verb needs blocks. O(n).
     pub(crate) fn check_batch(&mut self, handles: &[SeqHandle], resident: bool) -> Result<()> {
         self.next_batch();
         for &handle in handles {
-            let seq = self.seqs.get_mut(handle.key()).ok_or(Error::StaleHandle(handle))?;
+            let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
             check_member(seq, handle, self.batch, resident)?;
         }
         Ok(())

@@ -109,14 +109,14 @@ impl PrefixIndex {
         self.probe(wanted, blocks, collisions).ok()
     }
 
-    /// The oldest block with this content, or the place and the distance from home where it would be entered.
+    /// The oldest block with this content, or the place where it would be entered.
     #[inline]
     fn probe(
         &self,
         wanted: Content,
         blocks: &Blocks,
         collisions: &mut u64,
-    ) -> std::result::Result<BlockId, (usize, usize)> {
+    ) -> std::result::Result<BlockId, usize> {
         let fragment = fragment(wanted.digest);
         let parent = wanted.parent.as_parent(wanted.extra);
         let mut at = self.home(fragment);
@@ -133,7 +133,7 @@ impl PrefixIndex {
                 }
                 *collisions += u64::from(blocks.digest(block) == wanted.digest);
             } else if entry == 0 || self.distance(entry, at) < distance {
-                return Err((at, distance));
+                return Err(at);
             }
             at = self.after(at);
             distance += 1;
@@ -158,8 +158,8 @@ impl PrefixIndex {
                 self.twins.entry(content).or_default().push(block);
                 content
             }
-            Err((at, distance)) => {
-                self.insert(at, distance, entry(fragment(digest), block));
+            Err(at) => {
+                self.insert(at, entry(fragment(digest), block));
                 self.next_content += 1;
                 ContentId(self.next_content - 1)
             }
@@ -249,17 +249,18 @@ impl PrefixIndex {
         None
     }
 
-    /// Enter at the place that a probe ended at; what stands there and is nearer to its home moves on.
-    fn insert(&mut self, mut at: usize, mut distance: usize, mut entry: u64) {
+    /// Enter at the place that a probe ended at; what stands from there to the next empty place moves on by one.
+    #[inline]
+    fn insert(&mut self, at: usize, entry: u64) {
         self.num_entries += 1;
-        while self.table[at] != 0 {
-            let there = self.distance(self.table[at], at);
-            if there < distance {
-                std::mem::swap(&mut self.table[at], &mut entry);
-                distance = there;
-            }
-            at = self.after(at);
-            distance += 1;
+        let mut empty = at;
+        while self.table[empty] != 0 {
+            empty = self.after(empty);
+        }
+        while empty != at {
+            let before = if empty == 0 { self.table.len() } else { empty } - 1;
+            self.table[empty] = self.table[before];
+            empty = before;
         }
         self.table[at] = entry;
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::hash::{BlockHasher, Digest};
-use crate::ids::{SeqHandle, SeqKey};
+use crate::ids::SeqHandle;
 use crate::keys::Keys;
 
 /// Token ids with the digests of their full blocks and their extra keys.
@@ -83,7 +83,7 @@ impl Preparer {
     }
 
     /// Tokens hashed already, as a prompt.
-    pub(crate) fn wrap(&self, tokens: Arc<Tokens>, resumes: Option<SeqKey>) -> Prompt {
+    pub(crate) fn wrap(&self, tokens: Arc<Tokens>, resumes: Option<SeqHandle>) -> Prompt {
         Prompt { tokens, identity: Arc::clone(&self.identity), resumes }
     }
 
@@ -98,7 +98,7 @@ impl Preparer {
 pub struct Prompt {
     pub(crate) tokens: Arc<Tokens>,
     identity: Arc<()>,
-    pub(crate) resumes: Option<SeqKey>,
+    pub(crate) resumes: Option<SeqHandle>,
 }
 
 impl Prompt {
@@ -120,6 +120,6 @@ impl Prompt {
 
     /// The preempted sequence that `allocate` of this prompt continues.
     pub fn handle(&self) -> Option<SeqHandle> {
-        self.resumes.map(SeqHandle::of)
+        self.resumes
     }
 }

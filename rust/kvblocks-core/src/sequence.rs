@@ -45,10 +45,11 @@ pub(crate) const MAX_IN_FLIGHT: usize = 8;
 
 /// The steps in flight of a sequence, oldest first.
 #[derive(Clone, Copy, Default)]
+#[repr(C)]
 pub(crate) struct Pipeline {
-    steps: [InFlight; MAX_IN_FLIGHT],
     head: u8,
     len: u8,
+    steps: [InFlight; MAX_IN_FLIGHT],
 }
 
 impl Pipeline {
@@ -72,8 +73,9 @@ impl Pipeline {
     #[inline]
     pub fn pop_oldest(&mut self) -> Option<InFlight> {
         let step = self.oldest()?;
-        self.head = (self.head + 1) % MAX_IN_FLIGHT as u8;
         self.len -= 1;
+        // An engine that commits each step before the next stays in the first place, and its cache line.
+        self.head = if self.len == 0 { 0 } else { (self.head + 1) % MAX_IN_FLIGHT as u8 };
         Some(step)
     }
 
@@ -104,28 +106,36 @@ pub(crate) struct Share {
     pub ahead: usize,
 }
 
-#[repr(C)] // what a decode step touches comes first and stays together
+/// What a decode step reads and writes stands in the first two cache lines.
+#[repr(C, align(64))]
 pub(crate) struct Sequence {
+    /// Of the place in the arena; odd while it is taken.
+    pub generation: u32,
+    /// Number of the batch call that saw this sequence last, to find duplicates.
+    pub seen: u32,
+    pub epoch: u32,
+    /// Length of the block table.
+    pub num_cols: u32,
     pub num_computed: usize,
     pub num_scheduled: usize,
     pub num_reserved: usize,
+    /// Slot of `num_scheduled`; right while `room > 0`.
+    pub next_slot: usize,
+    /// Slots from `num_scheduled` on that may be written without asking the pool; 0 if that is not known.
+    pub room: u32,
+    /// Slots left in the block of `next_slot`; right while `room > 0`.
+    pub left_in_block: u32,
+    pub is_preempted: bool,
+    /// Its namespace was dropped, or the parent of its next block: what it computes is not published.
+    pub unlisted: bool,
+    pub in_flight: Pipeline,
     /// Leading tokens of `prompt` that belong to this sequence; a truncation lowers it.
     pub prompt_len: usize,
-    /// Slots from `num_scheduled` on that may be written without asking the pool; 0 if that is not known.
-    pub room: usize,
-    /// Slot of `num_scheduled`, and slots left in its block; right while `room > 0`.
-    pub next_slot: usize,
-    pub left_in_block: usize,
-    pub share: Share,
-    pub epoch: u32,
-    /// Number of the batch call that saw this sequence last, to find duplicates.
-    pub seen: u32,
-    pub is_preempted: bool,
-    pub namespace: u32,
     pub blocks: Vec<BlockId>,
+    pub share: Share,
+    pub namespace: u32,
     /// Holes among `blocks`.
     pub num_holes: usize,
-    pub in_flight: Pipeline,
     /// First column that the last change of `epoch` touched.
     pub changed_col: usize,
     pub num_published: usize,
@@ -134,8 +144,6 @@ pub(crate) struct Sequence {
     pub prompt: Arc<Tokens>,
     /// Declared maximum of tokens.
     pub max_tokens: Option<usize>,
-    /// Its namespace was dropped while it ran: what it computes is not published.
-    pub unlisted: bool,
     /// Blocks merged away that steps in flight still read: (block, steps to wait for).
     pub retired: Vec<(BlockId, usize)>,
 }
@@ -143,29 +151,41 @@ pub(crate) struct Sequence {
 impl Sequence {
     pub fn new(prompt: Arc<Tokens>, namespace: u32) -> Self {
         Self {
+            generation: 0,
+            seen: 0,
+            epoch: 0,
+            num_cols: 0,
             num_computed: 0,
             num_scheduled: 0,
             num_reserved: 0,
-            prompt_len: prompt.ids.len(),
-            room: 0,
             next_slot: 0,
+            room: 0,
             left_in_block: 0,
-            share: Share::default(),
-            epoch: 0,
-            seen: 0,
             is_preempted: false,
-            namespace,
-            blocks: Vec::new(),
-            num_holes: 0,
+            unlisted: false,
             in_flight: Pipeline::default(),
+            prompt_len: prompt.ids.len(),
+            blocks: Vec::new(),
+            share: Share::default(),
+            namespace,
+            num_holes: 0,
             changed_col: 0,
             num_published: 0,
             tip: Link { digest: prompt.root, content: ContentId::root(namespace) },
             prompt,
             max_tokens: None,
-            unlisted: false,
             retired: Vec::new(),
         }
+    }
+
+    /// What stands in a place that a sequence leaves.
+    pub fn vacant(of: &Self) -> Self {
+        Self::new(Arc::clone(&of.prompt), 0)
+    }
+
+    #[inline]
+    pub fn is_taken(&self) -> bool {
+        self.generation & 1 == 1
     }
 
     #[inline]
@@ -201,11 +221,12 @@ impl Sequence {
 
     /// Find the slot of the next token, its block being writable.
     pub fn aim(&mut self, size: BlockSize) {
-        self.room = self.blocks.len() * size.get() - self.num_scheduled;
-        if self.room > 0 {
+        let room = self.blocks.len() * size.get() - self.num_scheduled;
+        self.room = room.min(u32::MAX as usize) as u32;
+        if room > 0 {
             let offset = size.offset(self.num_scheduled);
             self.next_slot = self.blocks[size.column(self.num_scheduled)].index() * size.get() + offset;
-            self.left_in_block = size.get() - offset;
+            self.left_in_block = (size.get() - offset) as u32;
         }
     }
 

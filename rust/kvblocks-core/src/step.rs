@@ -10,7 +10,7 @@
 
 use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
-use crate::ids::{BlockId, SeqHandle, SeqKey};
+use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{check_member, Counts, Manager, Publish, Refusal};
 use crate::pool::Pool;
 use crate::sequence::{InFlight, Sequence, MAX_IN_FLIGHT};
@@ -44,7 +44,7 @@ pub struct StepRequest<'a> {
 /// What stands in a row of `block_tables`, so that an unchanged prefix is not written again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RowState {
-    key: SeqKey,
+    handle: SeqHandle,
     epoch: u32,
     num_cols: u32,
 }
@@ -126,11 +126,12 @@ impl Manager {
         let mut step = Scheduled { num_seqs, refusal, ..Scheduled::default() };
         let mut planned = self.plan.iter().peekable();
         out.query_start_loc[0] = 0;
-        for (row, handle) in request.handles[..num_seqs].iter().enumerate() {
-            let key = handle.key();
-            let seq = &mut self.seqs[key];
+        for (row, &handle) in request.handles[..num_seqs].iter().enumerate() {
+            let seq = &mut self.seqs[handle];
             let num_new = request.num_new.at(row);
-            if let Some(plan) = planned.next_if(|plan| plan.row == row) {
+            let plan = planned.next_if(|plan| plan.row == row);
+            let is_planned = plan.is_some();
+            if let Some(plan) = plan {
                 if let Some((src, dst)) = make_tail_writable(seq, &mut self.pool, plan.tail) {
                     out.copies[2 * step.num_copies] = src.0 as i32;
                     out.copies[2 * step.num_copies + 1] = dst.0 as i32;
@@ -141,6 +142,7 @@ impl Manager {
                     }
                 }
                 self.pool.take_many(plan.num_new_blocks, seq.namespace, &mut seq.blocks);
+                seq.num_cols = seq.blocks.len() as u32;
                 match num_new {
                     // The tail is made writable when something is written.
                     0 => seq.room = 0,
@@ -148,20 +150,20 @@ impl Manager {
                 }
             }
             let start = seq.num_scheduled;
-            let reserved_before = seq.num_reserved as u32;
-            seq.in_flight.push(InFlight { num_new: num_new as u32, reserved_before });
+            let reserved_before = seq.num_reserved;
+            seq.in_flight.push(InFlight { num_new: num_new as u32, reserved_before: reserved_before as u32 });
             out.write_slots(step.num_tokens, seq, num_new, self.size);
             if !self.pool.holds.is_empty() {
                 // A transfer may own what comes next: ask the pool each time.
                 seq.room = 0;
             }
             seq.num_reserved = seq.num_reserved.max(start + num_new + request.lookahead.at(row));
-            if seq.num_reserved - seq.num_scheduled != seq.share.ahead || seq.blocks.len() != seq.share.blocks
-            {
+            // Both sides of the cursor moved alike and no block came: nothing that the ledger counts has changed.
+            if seq.num_reserved - seq.num_scheduled != reserved_before - start || is_planned {
                 self.ledger.settle(seq, self.size);
             }
-            step.max_blocks = step.max_blocks.max(seq.blocks.len());
-            step.num_changes += usize::from(out.write_table(row, key, seq, padding, step.num_changes));
+            step.max_blocks = step.max_blocks.max(seq.num_cols as usize);
+            step.num_changes += usize::from(out.write_table(row, handle, seq, padding, step.num_changes));
             step.num_tokens += num_new;
             out.seq_lens[row] = seq.num_scheduled as i32;
             out.query_start_loc[row + 1] = step.num_tokens as i32;
@@ -194,7 +196,7 @@ impl Manager {
         self.plan.clear();
         let mut num_tokens = 0;
         for (row, &handle) in request.handles.iter().enumerate() {
-            let seq = self.seqs.get_mut(handle.key()).ok_or(Error::StaleHandle(handle))?;
+            let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
             check_member(seq, handle, self.batch, true)?;
             let (num_new, lookahead) = (request.num_new.at(row), request.lookahead.at(row));
             num_tokens += num_new;
@@ -202,8 +204,8 @@ impl Manager {
                 let expected = format!("a sequence with fewer than {MAX_IN_FLIGHT} steps in flight");
                 return Err(Error::Row { argument: "handles", row, got: handle.0, expected });
             }
-            let mut columns = seq.blocks.len();
-            if num_new + lookahead > seq.room {
+            let mut columns = seq.num_cols as usize;
+            if num_new + lookahead > seq.room as usize {
                 let end = seq.num_scheduled + num_new + lookahead;
                 // Beyond the capacity the answer is Never, not an error.
                 columns = columns.max(self.size.blocks(end).min(self.pool.capacity()));
@@ -229,7 +231,7 @@ impl Manager {
         let mut refusal = None;
         let (mut need, mut num_planned, mut num_rows) = (0, 0, request.handles.len());
         for plan in &mut self.plan {
-            let seq = &self.seqs[request.handles[plan.row].key()];
+            let seq = &self.seqs[request.handles[plan.row]];
             let num_new = request.num_new.at(plan.row);
             let need_blocks = self.size.blocks(seq.num_scheduled + num_new + request.lookahead.at(plan.row));
             plan.num_new_blocks = need_blocks.saturating_sub(seq.blocks.len());
@@ -261,7 +263,7 @@ impl Manager {
         self.plan.truncate(num_planned);
         if refusal.is_some() && request.policy == Policy::All {
             for plan in self.plan.iter().filter(|plan| plan.tail == Tail::CopyShared) {
-                let tail = self.seqs[request.handles[plan.row].key()].partial_tail(self.size);
+                let tail = self.seqs[request.handles[plan.row]].partial_tail(self.size);
                 tail.into_iter().for_each(|block| self.pool.share(block));
             }
         } else if need < available {
@@ -297,14 +299,21 @@ impl StepArrays<'_> {
     /// Bring a row up to date, from the first column that may differ; returns whether one did, noted as change number
     /// `at`.
     #[inline]
-    fn write_table(&mut self, row: usize, key: SeqKey, seq: &Sequence, padding: i32, at: usize) -> bool {
+    fn write_table(
+        &mut self,
+        row: usize,
+        handle: SeqHandle,
+        seq: &Sequence,
+        padding: i32,
+        at: usize,
+    ) -> bool {
         let state = self.rows[row];
-        let shown = state.num_cols as usize;
-        if state.key == key && state.epoch == seq.epoch && shown == seq.blocks.len() {
+        if state.handle == handle && state.epoch == seq.epoch && state.num_cols == seq.num_cols {
             return false;
         }
+        let shown = state.num_cols as usize;
         let known = match seq.epoch.wrapping_sub(state.epoch) {
-            _ if state.key != key => 0,
+            _ if state.handle != handle => 0,
             0 => shown,
             1 => shown.min(seq.changed_col),
             _ => 0,
@@ -317,7 +326,7 @@ impl StepArrays<'_> {
         if let Some(stale) = table.get_mut(seq.blocks.len()..shown) {
             stale.fill(padding);
         }
-        self.rows[row] = RowState { key, epoch: seq.epoch, num_cols: seq.blocks.len() as u32 };
+        self.rows[row] = RowState { handle, epoch: seq.epoch, num_cols: seq.num_cols };
         self.note_change(at, row, known, seq.blocks.len().max(shown))
     }
 

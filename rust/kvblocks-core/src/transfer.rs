@@ -42,7 +42,7 @@ impl Manager {
     /// does, a write into a partly filled one copies first, so end a load before its blocks are scheduled. O(blocks).
     pub fn begin_transfer(&mut self, handle: SeqHandle, start: usize, end: usize) -> Result<TransferHandle> {
         self.check_batch(&[handle], true)?;
-        let seq = &mut self.seqs[handle.key()];
+        let seq = &mut self.seqs[handle];
         let most = seq.blocks.len();
         if start > end || end > most {
             let expected = format!("start <= end <= {most}, the columns of the block table");

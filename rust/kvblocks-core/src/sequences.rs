@@ -1,0 +1,92 @@
+//! The sequences of a manager, by handle. Imports `ids`, `sequence`.
+//!
+//! An arena of our own, since a decode step is mostly a walk over it: the generation stands in the first cache line of
+//! the sequence, next to the cursors that the step reads anyway.
+//! Invariant: a generation is odd while its place is taken; a handle is good while generations agree.
+
+use std::ops::{Index, IndexMut};
+
+use crate::ids::SeqHandle;
+use crate::sequence::Sequence;
+
+/// Sequences by handle.
+#[derive(Default)]
+pub(crate) struct Sequences {
+    places: Vec<Sequence>,
+    vacant: Vec<u32>,
+}
+
+impl Sequences {
+    pub fn len(&self) -> usize {
+        self.places.len() - self.vacant.len()
+    }
+
+    /// Take a place. O(1).
+    pub fn insert(&mut self, mut seq: Sequence) -> SeqHandle {
+        match self.vacant.pop() {
+            Some(index) => {
+                let place = &mut self.places[index as usize];
+                seq.generation = place.generation + 1;
+                *place = seq;
+                SeqHandle::new(index, self.places[index as usize].generation)
+            }
+            None => {
+                seq.generation = 1;
+                self.places.push(seq);
+                SeqHandle::new(self.places.len() as u32 - 1, 1)
+            }
+        }
+    }
+
+    /// Leave the place; what was there is the caller's. O(1).
+    pub fn remove(&mut self, handle: SeqHandle) -> Option<Sequence> {
+        let place = self.get_mut(handle)?;
+        // Handles stay positive int64s: generations wrap at 31 bits.
+        let next = (place.generation + 1) % (1 << 31);
+        let vacated = Sequence { generation: next, ..Sequence::vacant(place) };
+        let seq = std::mem::replace(place, vacated);
+        self.vacant.push(handle.index() as u32);
+        Some(seq)
+    }
+
+    #[inline]
+    pub fn get(&self, handle: SeqHandle) -> Option<&Sequence> {
+        self.places.get(handle.index()).filter(|seq| seq.generation == handle.generation() && seq.is_taken())
+    }
+
+    #[inline]
+    pub fn get_mut(&mut self, handle: SeqHandle) -> Option<&mut Sequence> {
+        let place = self.places.get_mut(handle.index())?;
+        (place.generation == handle.generation() && place.is_taken()).then_some(place)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (SeqHandle, &Sequence)> {
+        let places = self.places.iter().enumerate().filter(|(_, seq)| seq.is_taken());
+        places.map(|(index, seq)| (SeqHandle::new(index as u32, seq.generation), seq))
+    }
+
+    pub fn values(&self) -> impl Iterator<Item = &Sequence> {
+        self.iter().map(|(_, seq)| seq)
+    }
+
+    pub fn values_mut(&mut self) -> impl Iterator<Item = &mut Sequence> {
+        self.places.iter_mut().filter(|seq| seq.is_taken())
+    }
+}
+
+/// By a handle that has been checked.
+impl Index<SeqHandle> for Sequences {
+    type Output = Sequence;
+
+    #[inline]
+    fn index(&self, handle: SeqHandle) -> &Sequence {
+        &self.places[handle.index()]
+    }
+}
+
+impl IndexMut<SeqHandle> for Sequences {
+    #[inline]
+    fn index_mut(&mut self, handle: SeqHandle) -> &mut Sequence {
+        &mut self.places[handle.index()]
+    }
+}
