@@ -194,6 +194,8 @@ impl Manager {
         fits("pad_tokens", request.pad_tokens, out.slot_mapping.len(), "tokens of the step")?;
         self.next_batch();
         self.plan.clear();
+        // For the largest step of these arrays, so that only the first one allocates.
+        self.plan.reserve(out.seq_lens.len());
         let mut num_tokens = 0;
         for (row, &handle) in request.handles.iter().enumerate() {
             let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
