@@ -36,6 +36,17 @@ impl Int {
     }
 }
 
+/// A seed: any unsigned integer of 64 bits.
+pub fn seed(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    match value.extract() {
+        Ok(seed) => Ok(seed),
+        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
+            Err(PyValueError::new_err(format!("seed is {value}, expected an int from 0 to 2**64 - 1")))
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// A size that may be left out.
 pub fn optional_size(argument: &str, value: Option<Int>) -> PyResult<Option<usize>> {
     value.map(|value| value.size(argument)).transpose()

@@ -92,7 +92,7 @@ impl PyBlockManager {
         enable_prefix_cache: bool,
         watermark_blocks: Int,
         null_block: bool,
-        seed: Option<Int>,
+        seed: Option<&Bound<'_, PyAny>>,
         algorithm: &str,
         full_hit: &str,
         publish: &str,
@@ -101,7 +101,7 @@ impl PyBlockManager {
         series_every: Int,
         series_len: Int,
     ) -> PyResult<Self> {
-        let seed = optional_size("seed", seed)?.map_or_else(random_seed, |seed| seed as u64);
+        let seed = seed.map_or_else(|| Ok(random_seed()), arrays::seed)?;
         let hasher = BlockHasher { algorithm: word("algorithm", algorithm, &ALGORITHMS)?, seed };
         let config = Config {
             num_blocks: num_blocks.size("num_blocks")?,
@@ -448,7 +448,7 @@ pub fn block_hashes<'py>(
     py: Python<'py>,
     tokens: &Bound<'py, PyAny>,
     block_size: Int,
-    seed: Int,
+    seed: &Bound<'py, PyAny>,
     algorithm: &str,
     parent: Option<&[u8]>,
     adapter: Option<&Bound<'py, PyAny>>,
@@ -457,10 +457,8 @@ pub fn block_hashes<'py>(
 ) -> PyResult<Bound<'py, PyArray2<u8>>> {
     let ids = arrays::tokens(tokens)?;
     let keys = arrays::keys(adapter, salt, media)?;
-    let hasher = BlockHasher {
-        algorithm: word("algorithm", algorithm, &ALGORITHMS)?,
-        seed: seed.size("seed")? as u64,
-    };
+    let hasher =
+        BlockHasher { algorithm: word("algorithm", algorithm, &ALGORITHMS)?, seed: arrays::seed(seed)? };
     let block_size = block_size.size("block_size")?;
     let digests = py.detach(|| hasher.chain(&ids, &keys, parent, block_size)).map_err(to_python)?;
     answers::digests(py, &digests, hasher.algorithm)
