@@ -7,6 +7,7 @@
 #   make test-model     generation with the real model over the whole matrix of options
 #   make test-packaging the wheel and the sdist, built, checked, and installed in clean environments
 #   make test-hf        the golden tokens against Hugging Face transformers (its own environment, several GB)
+#   make build          kvblocks itself, in release mode, into .venv in editable form
 #   make lint           formatters, linters, type checkers, import contracts; changes nothing
 #   make format         apply the formatters
 #   make bench          the benchmarks that need no GPU
@@ -44,10 +45,12 @@ check_tools = $(if $(shell "$(PYTHON)" -c 'import sys, ensurepip; print("ok" * (
     'cargo' (see https://rustup.rs)))$(if $(call have,cc),,$(error kvblocks needs a C linker: there is no 'cc' \
     (install gcc or clang)))
 
-.PHONY: help demo test test-rust test-python test-all test-model test-packaging test-hf lint format bench clean
+.PHONY: help build demo test test-rust test-python test-all test-model test-packaging test-hf lint format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
+
+build: $(STAMPS)/core
 
 demo: $(STAMPS)/core $(STAMPS)/examples
 	@$(PY) examples/smollm2/demo.py $(ARGS)
@@ -114,7 +117,7 @@ $(STAMPS)/venv:
 
 # Release mode, in place: the extension is built into python/kvblocks, Python sources are used where they are.
 $(STAMPS)/core: $(CORE_SOURCES) | $(STAMPS)/venv
-	@$(check_tools)echo "building kvblocks"
+	@$(check_tools)echo "building kvblocks (about a minute the first time)"
 	@$(INSTALL) 'maturin>=1.16,<2'
 	@.venv/bin/maturin develop --release --locked --uv --quiet
 	@touch $@
