@@ -80,11 +80,16 @@ fn random_seed() -> u64 {
 #[pymethods]
 impl PyBlockManager {
     #[new]
-    #[pyo3(signature = (
-        num_blocks, block_size, *, enable_prefix_cache=true, watermark_blocks=Int(0), null_block=true, seed=None,
-        algorithm="xxh3", full_hit="block", publish="commit", merge=false, reuse="last_freed", series_every=Int(0),
-        series_len=Int(1024),
-    ))]
+    #[pyo3(
+        signature = (
+            num_blocks, block_size, *, enable_prefix_cache=true, watermark_blocks=Int(0), null_block=true, seed=None,
+            algorithm="xxh3", full_hit="block", publish="commit", merge=false, reuse="last_freed",
+            series_every=Int(0), series_len=Int(1024),
+        ),
+        text_signature = "(num_blocks, block_size, *, enable_prefix_cache=True, watermark_blocks=0, null_block=True, \
+                          seed=None, algorithm='xxh3', full_hit='block', publish='commit', merge=False, \
+                          reuse='last_freed', series_every=0, series_len=1024)"
+    )]
     #[allow(clippy::too_many_arguments)] // options, by name
     fn new(
         num_blocks: Int,
@@ -239,7 +244,7 @@ impl PyBlockManager {
         self.lock(py)?.abort_step(Handles::new(handles)?.get()).map_err(to_python)
     }
 
-    #[pyo3(signature = (handles, num_children=None))]
+    #[pyo3(signature = (handles, num_children=None), text_signature = "($self, handles, num_children=1)")]
     fn fork<'py>(
         &self,
         py: Python<'py>,

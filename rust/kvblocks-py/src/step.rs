@@ -124,7 +124,10 @@ impl PyStepBuffers {
         Ok(places)
     }
 
-    #[pyo3(signature = (handles, num_new, *, lookahead=None, policy="all", pad_seqs=Int(0), pad_tokens=Int(0)))]
+    #[pyo3(
+        signature = (handles, num_new, *, lookahead=None, policy="all", pad_seqs=Int(0), pad_tokens=Int(0)),
+        text_signature = "($self, handles, num_new, *, lookahead=0, policy='all', pad_seqs=0, pad_tokens=0)"
+    )]
     #[allow(clippy::too_many_arguments)] // a step is described by that many things
     fn schedule(
         &self,
