@@ -87,6 +87,7 @@ test-hf: $(STAMPS)/core $(STAMPS)/hf
 
 lint: $(STAMPS)/core $(STAMPS)/examples $(STAMPS)/test $(STAMPS)/lint
 	cargo fmt --all --check
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --quiet -p kvblocks-core -p kvblocks-cpu
 	PYO3_PYTHON="$(CURDIR)/$(PY)" cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
