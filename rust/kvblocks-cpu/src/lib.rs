@@ -6,7 +6,7 @@
 //! * [`Batch`] holds the index arrays of a step, [`Options`] the optional parts of attention.
 //!
 //! # Usage
-//! [`copy_blocks`] a step's copies, [`write`] K and V at their slots (or [`write_converted`] from another
+//! [`copy_blocks`] a step's copies, [`write()`] K and V at their slots (or [`write_converted`] from another
 //! element type), then [`attend`]. [`gather`] and [`merge_states`] serve tests, transfers and split contexts.
 //!
 //! # Cost and limits

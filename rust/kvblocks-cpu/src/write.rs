@@ -13,7 +13,7 @@ pub fn write<T: Element>(cache: &mut [T], paged: &Paged, rows: &[T], slots: &[i6
     scatter(cache, paged, rows, slots, |row, source| row.copy_from_slice(source))
 }
 
-/// Like [`write`](fn@write), for rows of another element type: rounded to nearest even.
+/// Like [`write()`](fn@write), for rows of another element type: rounded to nearest even.
 pub fn write_converted<S: Element, T: Element>(
     cache: &mut [T],
     paged: &Paged,
