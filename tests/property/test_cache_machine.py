@@ -1,11 +1,13 @@
 """Random walks over a `PagedKVCache`, against a model that knows nothing but each sequence's tokens.
 
-The stored "K" of a token is a fingerprint of its whole prefix. So whatever was shared, copied, evicted, preempted or
-rolled back, gathering a sequence must give the fingerprints of its own history, and nothing else.
+The stored "K" of a token is a fingerprint of its namespace and its whole prefix. So whatever was shared, copied,
+merged, evicted, preempted, reordered, aborted or rolled back, gathering a sequence must give the fingerprints of its
+own history, and nothing else; but where blocks were dropped. What a transfer owns must stay as it was until it ends.
 """
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -16,32 +18,69 @@ from numpy.typing import NDArray
 import kvblocks as kv
 
 
-def fingerprints(tokens: list[int]) -> NDArray[np.float32]:
+def fingerprints(salt: str | None, tokens: list[int]) -> NDArray[np.float32]:
     """One exact float32 a token, that stands for the prefix which ends with it."""
-    return np.array(
-        [zlib.crc32(str(tokens[: i + 1]).encode()) % 2**24 for i in range(len(tokens))], dtype=np.float32
-    )
+    prefixes = (f"{salt} {tokens[: i + 1]}".encode() for i in range(len(tokens)))
+    return np.array([zlib.crc32(prefix) % 2**24 for prefix in prefixes], dtype=np.float32)
 
 
 @dataclass
 class Sequence:
     tokens: list[int]  # known ones, then those in flight
+    salt: str | None
     prompt_len: int
     computed: int
     scheduled: int
     in_flight: list[int] = field(default_factory=list)
     prompt: kv.Prompt | None = None  # set while preempted
+    holes: set[int] = field(default_factory=set)  # columns
+    max_tokens: int | None = None
 
     @property
     def known(self) -> int:
         return max(self.computed, self.prompt_len)
 
+    def snapshot(self) -> "Sequence":
+        """The computed tokens as another sequence."""
+        known = self.tokens[: self.known]
+        return Sequence(
+            known, self.salt, self.prompt_len, self.computed, self.computed, holes=set(self.holes)
+        )
 
+
+@dataclass
+class Transfer:
+    blocks: list[int]
+    slots: NDArray[np.int64]  # computed ones, when it began
+    content: NDArray[np.float32]
+
+
+SALTS = (None, "a", "b")
 prompts = st.builds(
     lambda stem, length, tail: [i * stem % 5 for i in range(length)] + tail,
     st.integers(0, 2),
     st.integers(0, 20),
     st.lists(st.integers(0, 1), max_size=6),
+)
+salts = st.sampled_from([None, None, None, "a", "b"])
+admissions = st.fixed_dictionaries(
+    {
+        "reserve": st.none() | st.integers(0, 30),
+        "use_cache": st.sampled_from([True, True, True, False]),
+        "recompute_last_hit": st.sampled_from([False, False, False, True]),
+        "max_tokens": st.none() | st.none() | st.integers(0, 30),
+    }
+)
+managers = st.fixed_dictionaries(
+    {
+        "watermark_blocks": st.integers(0, 2),
+        "enable_prefix_cache": st.sampled_from([True, True, True, False]),
+        "full_hit": st.sampled_from(["block", "token"]),
+        "publish": st.sampled_from(["commit", "schedule"]),
+        "merge": st.booleans(),
+        "reuse": st.sampled_from(["last_freed", "first_freed"]),
+        "algorithm": st.sampled_from(["xxh3", "sha256"]),
+    }
 )
 
 
@@ -49,39 +88,41 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 3, 4]),
         capacity=st.integers(3, 20),
-        watermark=st.integers(0, 2),
-        caching=st.booleans(),
+        options=managers,
         layout=st.sampled_from(["NHD", "HND"]),
     )
-    def build(self, block_size: int, capacity: int, watermark: int, caching: bool, layout: str) -> None:
+    def build(self, block_size: int, capacity: int, options: dict[str, Any], layout: str) -> None:
         config = kv.CacheConfig(
             2, num_kv_heads=1, head_dim=8, head_dim_v=4, block_size=block_size, layout=layout
         )
-        self.cache = kv.PagedKVCache(
-            config,
-            capacity + 1,
-            backend="numpy",
-            enable_prefix_cache=caching,
-            watermark_blocks=watermark,
-            max_seqs=16,
-            max_tokens=256,
-        )
-        self.manager = self.cache.manager
+        self.cache = kv.PagedKVCache(config, capacity + 1, backend="numpy")
+        self.cache.manager = kv.BlockManager(capacity + 1, block_size, **options)
+        self.cache.step = kv.Step(self.cache.manager, max_seqs=16, max_tokens=256, depth=2)
+        self.manager, self.options, self.block_size = self.cache.manager, options, block_size
+        self.on_schedule = options["publish"] == "schedule" and options["enable_prefix_cache"]
         for layer in self.cache.layers:
             layer.k.fill(np.nan)
             layer.v.fill(np.nan)
         self.null_block = self.cache.layers[0].k[0].copy()
         self.seqs: dict[int, Sequence] = {}
+        self.transfers: dict[int, Transfer] = {}
 
     def resident(self) -> list[int]:
         return [handle for handle, seq in self.seqs.items() if seq.prompt is None]
 
-    def admit(self, prompt: kv.Prompt, tokens: list[int], reserve: int | None) -> None:
+    def idle(self) -> list[int]:
+        return [handle for handle in self.resident() if not self.seqs[handle].in_flight]
+
+    def draw_some(self, data: st.DataObject, handles: list[int], most: int = 4) -> list[int]:
+        return data.draw(st.lists(st.sampled_from(handles), min_size=1, max_size=most, unique=True))
+
+    def admit(self, prompt: kv.Prompt, tokens: list[int], salt: str | None, options: dict[str, Any]) -> None:
         before = self.manager.stats()
-        could = self.manager.can_allocate(prompt, reserve)
+        could = self.manager.can_allocate(prompt, **options)
+        cached = self.manager.match_prefix(prompt, recompute_last_hit=options["recompute_last_hit"])
         assert self.manager.stats() == before
-        cached = self.manager.match_prefix(prompt)
-        answer = self.manager.allocate(prompt, reserve)
+        cached *= options["use_cache"]
+        answer = self.manager.allocate(prompt, **options)
         assert bool(answer) == bool(could)
         if not isinstance(answer, kv.Allocated):
             assert answer == could
@@ -92,18 +133,22 @@ class CacheMachine(RuleBasedStateMachine):
         assert answer.num_cached_tokens + answer.num_new_tokens == len(tokens)
         assert not tokens or answer.num_new_tokens >= 1
         assert prompt.handle in (None, answer.handle)
-        self.seqs[answer.handle] = Sequence(list(tokens), len(tokens), cached, cached)
+        most = options["max_tokens"]
+        if most is None and answer.handle in self.seqs:
+            most = self.seqs[answer.handle].max_tokens
+        self.seqs[answer.handle] = Sequence(list(tokens), salt, len(tokens), cached, cached, max_tokens=most)
 
-    @rule(tokens=prompts, reserve=st.none() | st.integers(0, 30))
-    def allocate(self, tokens: list[int], reserve: int | None) -> None:
-        prompt = self.manager.prepare(tokens)
+    @rule(tokens=prompts, salt=salts, options=admissions)
+    def allocate(self, tokens: list[int], salt: str | None, options: dict[str, Any]) -> None:
+        prompt = self.manager.prepare(tokens, salt=salt)
         assert prompt.tokens.tolist() == tokens
-        self.admit(prompt, tokens, reserve)
+        self.admit(prompt, tokens, salt, options)
 
     @precondition(lambda self: self.resident())
     @rule(data=st.data(), fit=st.booleans())
     def schedule(self, data: st.DataObject, fit: bool) -> None:
-        handles = data.draw(st.lists(st.sampled_from(self.resident()), min_size=1, max_size=4, unique=True))
+        handles = self.draw_some(data, self.resident())
+        handles = [handle for handle in handles if len(self.seqs[handle].in_flight) < 8]
         counts = [data.draw(st.integers(0, 12)) for _ in handles]
         lookahead = data.draw(st.integers(0, 3))
         before = self.manager.stats()
@@ -126,7 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
             seq.tokens += [data.draw(st.integers(0, 1)) for _ in range(missing)]
             seq.scheduled = end
             seq.in_flight.append(count)
-            written += fingerprints(seq.tokens)[start:end].tolist()
+            written += fingerprints(seq.salt, seq.tokens)[start:end].tolist()
             assert step.seq_lens[row] == end
             assert step.positions[len(written) - count : len(written)].tolist() == list(range(start, end))
             table = self.manager.block_table(handle)
@@ -141,49 +186,127 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.write(layer, k + layer, -k[:, :, :4])
 
     @precondition(lambda self: any(seq.in_flight for seq in self.seqs.values()))
-    @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), all_ids=st.booleans())
+    def commit(self, data: st.DataObject, all_ids: bool) -> None:
         running = [handle for handle, seq in self.seqs.items() if seq.in_flight]
-        handles = data.draw(st.lists(st.sampled_from(running), min_size=1, unique=True))
-        counts, ids = [], []
+        handles = self.draw_some(data, running)
+        counts = []
+        for handle in handles:
+            steps = self.seqs[handle].in_flight
+            # Only the last step in flight may be cut short.
+            counts.append(
+                steps[0] if len(steps) > 1 else data.draw(st.integers(0, steps[0]) | st.just(steps[0]))
+            )
+        if not self.try_commit(handles, counts, all_ids):
+            # Others have hit what a step published when it was scheduled: it can only be accepted as a whole.
+            assert self.on_schedule
+            assert self.try_commit(handles, [self.seqs[handle].in_flight[0] for handle in handles], all_ids)
+
+    def try_commit(self, handles: list[int], counts: list[int], all_ids: bool) -> bool:
+        ids = []
+        for handle, count in zip(handles, counts, strict=True):
+            seq = self.seqs[handle]
+            end = seq.computed + count
+            ids += seq.tokens[seq.computed if all_ids else min(seq.known, end) : end]
+        before = self.manager.stats()
+        try:
+            self.manager.commit(np.array(handles), np.array(counts, np.int32), np.array(ids, np.int32))
+        except ValueError:
+            assert self.manager.stats() == before
+            return False
+        for handle, count in zip(handles, counts, strict=True):
+            seq = self.seqs[handle]
+            del seq.in_flight[0]
+            seq.computed += count
+            if not seq.in_flight:
+                seq.scheduled = seq.computed
+                del seq.tokens[seq.known :]
+        return True
+
+    @precondition(lambda self: any(seq.in_flight for seq in self.seqs.values()))
+    @rule(data=st.data())
+    def abort_step(self, data: st.DataObject) -> None:
+        handles = self.draw_some(data, [handle for handle, seq in self.seqs.items() if seq.in_flight])
+        before = self.manager.stats()
+        try:
+            self.manager.abort_step(handles)
+        except ValueError:
+            assert self.on_schedule
+            assert self.manager.stats() == before
+            return
         for handle in handles:
             seq = self.seqs[handle]
-            step = seq.in_flight.pop(0)
-            # Only the last step in flight may be cut short.
-            count = step if seq.in_flight else data.draw(st.integers(0, step) | st.just(step))
-            counts.append(count)
-            end = seq.computed + count
-            ids += seq.tokens[min(seq.known, end) : end]
-            seq.computed = end
-            if not seq.in_flight:
-                seq.scheduled = end
-                del seq.tokens[seq.known :]
-        self.manager.commit(np.array(handles), np.array(counts, np.int32), np.array(ids, np.int32))
+            seq.scheduled -= seq.in_flight.pop()
+            del seq.tokens[max(seq.known, seq.scheduled) :]
 
     @precondition(lambda self: self.resident())
     @rule(data=st.data(), num_children=st.integers(0, 2))
     def fork(self, data: st.DataObject, num_children: int) -> None:
-        handles = data.draw(st.lists(st.sampled_from(self.resident()), min_size=1, max_size=3, unique=True))
+        handles = self.draw_some(data, self.resident(), 3)
         children = self.manager.fork(handles, num_children).tolist()
         assert len(set(children) - set(self.seqs)) == len(children) == len(handles) * num_children
         for i, child in enumerate(children):
-            parent = self.seqs[handles[i // num_children]]
-            computed = parent.computed
-            known = parent.tokens[: parent.known]
-            self.seqs[child] = Sequence(known, parent.prompt_len, computed, computed)
+            self.seqs[child] = self.seqs[handles[i // num_children]].snapshot()
 
-    @precondition(lambda self: any(not self.seqs[handle].in_flight for handle in self.resident()))
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        handles = self.draw_some(data, self.idle())
+        parents = [data.draw(st.integers(0, len(handles) - 1)) for _ in handles]
+        self.manager.reorder(handles, parents)
+        olds = [self.seqs[handle] for handle in handles]
+        for row, parent in enumerate(parents):
+            if parent != row:
+                self.seqs[handles[row]] = replace(olds[parent].snapshot(), max_tokens=olds[row].max_tokens)
+
+    @precondition(lambda self: self.idle())
     @rule(data=st.data(), keep=st.booleans())
     def truncate(self, data: st.DataObject, keep: bool) -> None:
-        idle = [handle for handle in self.resident() if not self.seqs[handle].in_flight]
-        handle = data.draw(st.sampled_from(idle))
+        handle = data.draw(st.sampled_from(self.idle()))
         seq = self.seqs[handle]
         length = data.draw(st.integers(0, seq.known))
-        self.manager.truncate(handle, length, spare="keep" if keep else "free")
+        before = self.manager.stats()
+        try:
+            self.manager.truncate(handle, length, spare="keep" if keep else "free")
+        except ValueError:
+            assert length % self.block_size > 0
+            assert length // self.block_size in seq.holes
+            assert self.manager.stats() == before
+            return
         del seq.tokens[length:]
         seq.prompt_len = min(seq.prompt_len, length)
         seq.computed = min(seq.computed, length)
         seq.scheduled = min(seq.scheduled, length)
+        seq.holes = {column for column in seq.holes if column * self.block_size < length}
+
+    @precondition(lambda self: self.resident())
+    @rule(data=st.data(), unpublish=st.booleans())
+    def drop_range(self, data: st.DataObject, unpublish: bool) -> None:
+        handle = data.draw(st.sampled_from(self.resident()))
+        seq = self.seqs[handle]
+        start, end = sorted(data.draw(st.tuples(st.integers(0, seq.known), st.integers(0, seq.known))))
+        before = self.manager.stats()
+        dropped = self.manager.drop_range(handle, start, end, unpublish=unpublish)
+        first, last = -(-start // self.block_size), min(end, seq.computed) // self.block_size
+        if first < last:
+            assert (dropped.start, dropped.end) == (first * self.block_size, last * self.block_size)
+            if dropped.end > seq.prompt_len:
+                seq.prompt_len = seq.known
+            seq.holes |= set(range(first, last))
+        else:
+            assert dropped.start == dropped.end
+        after = self.manager.stats()
+        assert (
+            dropped.num_blocks
+            == before.live_blocks + before.held_blocks - after.live_blocks - after.held_blocks
+        )
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), most=st.integers(0, 30))
+    def set_max_tokens(self, data: st.DataObject, most: int) -> None:
+        for handle in self.draw_some(data, list(self.seqs)):
+            self.manager.set_max_tokens(handle, most)
+            self.seqs[handle].max_tokens = most
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -195,27 +318,80 @@ class CacheMachine(RuleBasedStateMachine):
             (prompt,) = self.manager.preempt(handle)
             assert prompt.tokens.tolist() == history
             assert prompt.handle == handle
-        self.seqs[handle] = Sequence(history, len(history), 0, 0, prompt=prompt)
+        self.seqs[handle] = Sequence(
+            history, seq.salt, len(history), 0, 0, prompt=prompt, max_tokens=seq.max_tokens
+        )
 
     @precondition(lambda self: any(seq.prompt for seq in self.seqs.values()))
-    @rule(data=st.data())
-    def resume(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), options=admissions)
+    def resume(self, data: st.DataObject, options: dict[str, Any]) -> None:
         waiting = [handle for handle, seq in self.seqs.items() if seq.prompt]
-        handle = data.draw(st.sampled_from(waiting))
-        seq = self.seqs[handle]
+        seq = self.seqs[data.draw(st.sampled_from(waiting))]
         assert seq.prompt is not None
-        self.admit(seq.prompt, seq.tokens, None)
+        self.admit(seq.prompt, seq.tokens, seq.salt, options)
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        handles = data.draw(st.lists(st.sampled_from(list(self.seqs)), min_size=1, unique=True))
+        handles = self.draw_some(data, list(self.seqs), 20)
         before = self.manager.stats()
         freed = self.manager.free(handles)
-        assert self.manager.stats().live_blocks == before.live_blocks - freed
-        assert self.manager.free(handles, missing_ok=True) == 0
+        after = self.manager.stats()
+        assert after.live_blocks == before.live_blocks - freed.num_blocks - freed.num_deferred
+        assert after.held_blocks == before.held_blocks + freed.num_deferred
+        again = self.manager.free(handles, missing_ok=True)
+        assert (again.num_blocks, again.num_deferred) == (0, 0)
         for handle in handles:
             del self.seqs[handle]
+
+    @precondition(lambda self: self.resident())
+    @rule(data=st.data())
+    def begin_transfer(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(self.resident()))
+        table = self.manager.block_table(handle).tolist()
+        start, end = sorted(data.draw(st.tuples(st.integers(0, len(table)), st.integers(0, len(table)))))
+        transfer = self.manager.begin_transfer(handle, start, end)
+        size, computed = self.block_size, self.seqs[handle].computed
+        columns = [column for column in range(start, end) if table[column] != self.manager.null_block_id]
+        slots = [
+            table[column] * size + offset
+            for column in columns
+            for offset in range(size)
+            if column * size + offset < computed
+        ]
+        blocks = [table[column] for column in columns]
+        self.transfers[transfer] = Transfer(blocks, np.array(slots, np.int64), self.stored(slots))
+
+    def stored(self, slots: Any) -> NDArray[np.float32]:
+        """K of slots in layer 0."""
+        k = self.cache.layers[0].k
+        rows = k if self.cache.config.layout == "NHD" else k.transpose(0, 2, 1, 3)
+        found: NDArray[np.float32] = rows.reshape(-1, 8)[np.array(slots, np.int64), 7].copy()
+        return found
+
+    @precondition(lambda self: self.transfers)
+    @rule(data=st.data(), end=st.sampled_from(["complete", "fail", "cancel"]))
+    def end_transfer(self, data: st.DataObject, end: str) -> None:
+        handle = data.draw(st.sampled_from(list(self.transfers)))
+        transfer = self.transfers.pop(handle)
+        np.testing.assert_array_equal(self.stored(transfer.slots), transfer.content)
+        before = self.manager.stats()
+        freed = getattr(self.manager, f"{end}_transfer")(handle)
+        after = self.manager.stats()
+        assert after.held_blocks == before.held_blocks - freed
+        assert after.live_blocks == before.live_blocks
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        cached = self.manager.stats().cached_blocks
+        assert self.manager.reset_prefix_cache() == cached
+        assert self.manager.stats().cached_blocks == 0
+
+    @rule(salt=st.sampled_from(["a", "b"]), tokens=prompts)
+    def drop_namespace(self, salt: str, tokens: list[int]) -> None:
+        self.manager.drop_namespace(salt=salt)
+        assert self.manager.namespace_usage(salt=salt).cached_blocks == 0
+        assert self.manager.match_prefix(self.manager.prepare(tokens, salt=salt)) == 0
 
     @invariant()
     def is_sound(self) -> None:
@@ -223,10 +399,30 @@ class CacheMachine(RuleBasedStateMachine):
         stats = self.manager.stats()
         total = stats.free_blocks + stats.live_blocks + stats.cached_blocks + stats.held_blocks
         assert total == stats.capacity_blocks
-        assert stats.num_seqs == len(self.seqs)
-        tables = [self.manager.block_table(handle).tolist() for handle in self.seqs]
-        assert stats.logical_blocks == sum(map(len, tables))
-        assert stats.live_blocks == len({block for table in tables for block in table})
+        assert (stats.num_seqs, stats.num_transfers) == (len(self.seqs), len(self.transfers))
+        tables = {handle: self.manager.block_table(handle).tolist() for handle in self.seqs}
+        named = {handle: [block for block in table if block] for handle, table in tables.items()}
+        assert stats.logical_blocks == sum(map(len, named.values()))
+        assert stats.promised_blocks == sum(
+            max(0, -(-(seq.max_tokens or 0) // self.block_size) - len(tables[handle]))
+            for handle, seq in self.seqs.items()
+            if seq.prompt is None
+        )
+        pending = self.manager.pending_transfers()
+        assert dict(pending[:, :2].tolist()) == {
+            handle: len(transfer.blocks) for handle, transfer in self.transfers.items()
+        }
+        if self.options["merge"] and any(seq.in_flight for seq in self.seqs.values()):
+            return  # blocks that were merged away may be live, in no table
+        live = {block for table in named.values() for block in table}
+        assert stats.live_blocks == len(live)
+        in_transfers = {block for transfer in self.transfers.values() for block in transfer.blocks}
+        assert stats.held_blocks == len(in_transfers - live)
+        for salt in SALTS:
+            usage = self.manager.namespace_usage(salt=salt)
+            handles = [handle for handle, seq in self.seqs.items() if seq.salt == salt]
+            assert usage.num_seqs == len(handles)
+            assert usage.live_blocks == len({block for handle in handles for block in named[handle]})
 
     @invariant()
     def every_sequence_reads_its_own_history(self) -> None:
@@ -236,16 +432,24 @@ class CacheMachine(RuleBasedStateMachine):
             assert (cursors.num_tokens, cursors.num_computed) == (seq.known, seq.computed)
             assert (cursors.num_scheduled, cursors.is_preempted) == (seq.scheduled, seq.prompt is not None)
             assert self.manager.tokens(handle).tolist() == seq.tokens[: seq.known]
-            expected = fingerprints(seq.tokens[: seq.computed])
+            columns = np.arange(seq.computed) // self.block_size
+            seen = ~np.isin(columns, list(seq.holes))
+            expected = fingerprints(seq.salt, seq.tokens[: seq.computed])[seen]
+            holes = np.flatnonzero(self.manager.block_table(handle) == self.manager.null_block_id)
+            assert set(holes.tolist()) == seq.holes
             for layer in range(2):
                 k, v = self.cache.gather(handle, layer)
-                np.testing.assert_array_equal(k[:, 0, 7], expected + layer)
-                np.testing.assert_array_equal(v[:, 0, 3], -expected)
+                np.testing.assert_array_equal(k[seen, 0, 7], expected + layer)
+                np.testing.assert_array_equal(v[seen, 0, 3], -expected)
 
     def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
         self.manager.free(list(self.seqs))
+        for transfer in self.transfers:
+            self.manager.cancel_transfer(transfer)
         stats = self.manager.stats()
-        assert (stats.live_blocks, stats.used_slots, stats.num_seqs) == (0, 0, 0)
+        assert (stats.live_blocks, stats.held_blocks, stats.used_slots, stats.num_seqs) == (0, 0, 0, 0)
         assert stats.free_blocks + stats.cached_blocks == stats.capacity_blocks
 
 
