@@ -1,120 +1,118 @@
-"""The block manager beside a pool in plain Python, in the same run on the same machine.
+"""The block manager beside a pool in plain Python, row by row of the speed table, in the same run.
 
-Guards: a decode step of a large batch costs little beside the model's, and admission costs per block, not per call.
-Every benchmark leaves the pools as it found them, so each sample measures the same state; teardown asserts it. The
-`track_ratio_` benchmarks interleave both sides and divide the medians: time of kvblocks / time of the Python pool.
+Guards: a decode step costs little beside the model's, admission costs per block and not per call, an eviction is O(1).
+The rows are in `rows`: each says which calls it holds. asv times samples, not calls: a sample runs all cycles of a row,
+with everything that is not the row off the clock, and leaves the pools as it found them, which teardown asserts (P141);
+warming up and rounds are fixed (P142). The `track_ratio_` benchmarks let both sides take turns: typical time of
+kvblocks / typical time of the Python pool.
 """
 
-import statistics
-import time
-from collections.abc import Callable
+import functools
 
 import numpy as np
 
-from kvblocks import BlockManager, Step
+from .row import Laps, Row, measure
+from .rows import ROWS, UnavailableError
 
-from .reference import PythonPool
-
-BLOCK_SIZE = 16
-PROMPT_TOKENS = 1024
-NEW_TOKENS = 64
+TRACE_ROWS = tuple(name for name in ROWS if name.startswith("W6"))
 
 
-def ratio(ours: Callable[[], None], reference: Callable[[], None], rounds: int = 15) -> float:
-    """Median time of `ours` over that of `reference`, run in turn after one round of warming up."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds + 1):
-        for call, column in zip((ours, reference), times, strict=True):
-            start = time.perf_counter()
-            call()
-            if number > 0:
-                column.append(time.perf_counter() - start)
-    return statistics.median(times[0]) / statistics.median(times[1])
+@functools.cache
+def prepared(name: str, whole: bool = True) -> Row:
+    """A row, made once per process: asv calls `setup` before each sample."""
+    entry = ROWS[name]
+    try:
+        return entry.make() if whole or entry.quick is None else entry.quick()
+    except UnavailableError as reason:
+        raise NotImplementedError(str(reason)) from None
 
 
-class Pools:
-    """Both pools, large enough for `num_seqs` sequences."""
+class SampleClock:
+    """Seconds that stand still but for the samples added."""
 
-    params = (1, 32, 256)
-    param_names = ("num_seqs",)
+    def __init__(self) -> None:
+        self.seconds = 0.0
 
-    def setup(self, num_seqs: int) -> None:
-        """Make both pools; the prompts share nothing and the prefix cache is off, as the Python pool has none."""
-        blocks = (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE
-        num_blocks = 1 + num_seqs * blocks
-        self.manager = BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_cache=False)
-        self.step = Step(
-            self.manager,
-            max_seqs=num_seqs,
-            max_tokens=num_seqs * PROMPT_TOKENS,
-            max_blocks_per_seq=blocks,
-        )
-        self.pool = PythonPool(num_blocks, BLOCK_SIZE, num_seqs, blocks)
-        tokens = np.arange(num_seqs * PROMPT_TOKENS, dtype=np.int32).reshape(num_seqs, PROMPT_TOKENS)
-        self.prompts = [self.manager.prepare(row) for row in tokens]
+    def __call__(self) -> float:
+        """What asv reads."""
+        return self.seconds
 
-    def teardown(self, num_seqs: int) -> None:
-        """All blocks must be home."""
-        assert self.manager.stats().live_blocks == 0
-        assert self.manager.check_integrity() == []
-        assert len(self.pool.free_ids) == self.manager.capacity_blocks
-        assert num_seqs == len(self.prompts)
+    def add(self, row: Row, sample: list[Laps]) -> None:
+        """Go on by the mean of what the cycles of a sample spent in the counted parts."""
+        counted = [part in row.counted for part in row.parts]
+        self.seconds += float(np.array(sample)[:, counted].sum(axis=1).mean()) * 1e-9
 
 
-class Admission(Pools):
-    """Allocate each prompt, then free all of them."""
+class _Rows:
+    """Seconds per cycle of the block manager."""
 
-    def time_kvblocks(self, num_seqs: int) -> None:
+    params: tuple[str, ...] = ()
+    param_names = ("row",)
+    timer = SampleClock()
+    number = 1
+    warmup_time = 0
+    rounds = 1
+    repeat = (3, 15, 20.0)
+    timeout = 600
+    whole = True
+
+    def setup(self, name: str) -> None:
+        """The row, whose pools have been used as a whole once, and what is to be found again."""
+        self.row = prepared(name, self.whole)
+        self.before = self.row.state()
+
+    def teardown(self, name: str) -> None:
+        """All blocks must be where they were."""
+        assert self.row.state() == self.before
+
+    def time_kvblocks(self, name: str) -> None:
         """The block manager."""
-        self.manager.free([seq.handle for prompt in self.prompts if (seq := self.manager.allocate(prompt))])
+        self.timer.add(self.row, self.row.sample_kvblocks())
 
-    def time_python_pool(self, num_seqs: int) -> None:
+
+class _Both(_Rows):
+    """The same of the Python pool, and how they compare."""
+
+    def time_python_pool(self, name: str) -> None:
         """The Python pool."""
-        self.pool.free([self.pool.allocate(PROMPT_TOKENS) for _ in range(num_seqs)])
+        self.timer.add(self.row, self.row.sample_python_pool())
 
-    def track_ratio_admission(self, num_seqs: int) -> float:
+    def track_ratio_to_python(self, name: str) -> float:
         """Time of kvblocks / time of the Python pool."""
-        return ratio(lambda: self.time_kvblocks(num_seqs), lambda: self.time_python_pool(num_seqs))
+        entry = ROWS[name]
+        ours, theirs = measure(self.row, min(entry.samples, 9), min(entry.python_samples, 5))
+        return ours.total(self.row) / theirs.total(self.row)
 
-    track_ratio_admission.unit = "kvblocks / Python"  # type: ignore[attr-defined]
+    track_ratio_to_python.unit = "kvblocks / Python"  # type: ignore[attr-defined]
 
 
-class Decode(Pools):
-    """NEW_TOKENS decode steps of the whole batch, then cut back to the prompt."""
+class Speed(_Both):
+    """A decode step (W1), a request (W2-W4), a fork (W5), 32,768 tokens (W7), a pool (W8)."""
 
-    def setup(self, num_seqs: int) -> None:
-        """Admit and compute the prompts on both sides."""
-        super().setup(num_seqs)
-        admitted = [seq.handle for prompt in self.prompts if (seq := self.manager.allocate(prompt))]
-        assert len(admitted) == num_seqs
-        self.handles = np.array(admitted, dtype=np.int64)
-        self.step.schedule(self.handles, PROMPT_TOKENS)
-        self.manager.commit(self.handles, PROMPT_TOKENS)
-        self.sampled = np.arange(num_seqs, dtype=np.int32)
-        self.pool_handles = [self.pool.allocate(PROMPT_TOKENS) for _ in range(num_seqs)]
+    params = tuple(name for name in ROWS if name not in TRACE_ROWS)
 
-    def teardown(self, num_seqs: int) -> None:
-        """Free the sequences, whose lengths must be as at the start."""
-        assert {self.manager.sequence(handle).num_tokens for handle in self.handles} == {PROMPT_TOKENS}
-        self.manager.free(self.handles)
-        self.pool.free(self.pool_handles)
-        super().teardown(num_seqs)
 
-    def time_kvblocks(self, num_seqs: int) -> None:
-        """The block manager and its step."""
-        for _ in range(NEW_TOKENS):
-            self.step.schedule(self.handles, 1)
-            self.manager.commit(self.handles, 1, self.sampled)
-        self.manager.truncate(self.handles, PROMPT_TOKENS)
+class TraceBeginning(_Both):
+    """A request of the first 500 of the trace (W6): the Python pool takes half a minute for all of them."""
 
-    def time_python_pool(self, num_seqs: int) -> None:
-        """The Python pool."""
-        for _ in range(NEW_TOKENS):
-            self.pool.decode(self.pool_handles)
-        self.pool.truncate(self.pool_handles, PROMPT_TOKENS)
+    params = TRACE_ROWS
+    whole = False
 
-    def track_ratio_decode(self, num_seqs: int) -> float:
-        """Time of kvblocks / time of the Python pool."""
-        return ratio(lambda: self.time_kvblocks(num_seqs), lambda: self.time_python_pool(num_seqs))
 
-    track_ratio_decode.unit = "kvblocks / Python"  # type: ignore[attr-defined]
+class Trace(_Rows):
+    """A request of the whole trace (W6); `table.py` has the Python pool's time for it."""
+
+    params = TRACE_ROWS
+    repeat = (3, 3, 20.0)
+
+
+class FreeList:
+    """With the prefix cache off nothing of it is paid for (P026)."""
+
+    def track_ratio_of_free(self) -> float:
+        """Time of `free` / time of putting the blocks back on a deque; at most 1.1."""
+        row = ROWS["W2 uncached"].make()
+        ours, theirs = measure(row, 50, 50)
+        return ours.parts["free"] / theirs.parts["free"]
+
+    track_ratio_of_free.unit = "kvblocks / Python"  # type: ignore[attr-defined]

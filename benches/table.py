@@ -1,0 +1,80 @@
+"""The speed table: every row of `benchmarks.rows`, kvblocks and the Python pool in turn, in one process.
+
+Run it from the checkout: python -m benches.table [--quick] [--parts] [ROW ...]
+"""
+
+import argparse
+import sys
+import time
+
+from .benchmarks.mooncake import HIT_RATES, hit_rate, read_prompts, trace_path
+from .benchmarks.resident import resident_bytes
+from .benchmarks.row import Measured, Row, measure
+from .benchmarks.rows import ROWS, UnavailableError
+
+
+def print_row(name: str, row: Row, ours: Measured, theirs: Measured, goal: float) -> None:
+    """One line: typical and least cost, cost without `schedule`, the Python pool's, their ratio, the goal."""
+    total, python = ours.total(row), theirs.total(row)
+    without = f"{total - ours.parts['schedule']:9.2f}" if len(row.counted) > 3 else f"{'':9}"
+    print(
+        f"{name:<13}{row.unit:<9}{total:9.2f}{ours.least_total(row):9.2f}{without}{python:10.1f}"
+        f"{total / python:8.3f}{goal:8g}{total / goal:8.2f}",
+        flush=True,
+    )
+
+
+def print_parts(row: Row, ours: Measured, theirs: Measured) -> None:
+    """What each call of the row costs on both sides."""
+    for side, measured in (("kvblocks", ours), ("Python", theirs)):
+        parts = "  ".join(f"{part} {cost:.2f}" for part, cost in measured.parts.items())
+        print(f"{'':13}{side:<9}{parts}", flush=True)
+
+
+def main() -> int:
+    """Measure the rows asked for, or all, and print them as they come."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"beginnings of row names: {', '.join(ROWS)}")
+    parser.add_argument("--quick", action="store_true", help="few samples, 500 prompts of the trace")
+    parser.add_argument("--parts", action="store_true", help="also what each call costs")
+    options = parser.parse_args()
+
+    start = time.monotonic()
+    wanted = tuple(options.rows) or ("",)
+    print(
+        f"{'row':<13}{'unit':<9}{'kvblocks':>9}{'least':>9}{'no sched':>9}{'Python':>10}{'ratio':>8}{'goal':>8}"
+        f"{'/ goal':>8}"
+    )
+    for name, entry in ROWS.items():
+        if not name.startswith(wanted):
+            continue
+        quick = options.quick
+        try:
+            row = entry.quick() if quick and entry.quick else entry.make()
+        except UnavailableError as reason:
+            print(f"{name:<13}skipped: {reason}")
+            continue
+        samples, python_samples = (3, 1) if quick else (entry.samples, entry.python_samples)
+        ours, theirs = measure(row, samples, python_samples)
+        print_row(name, row, ours, theirs, entry.goal)
+        if options.parts:
+            print_parts(row, ours, theirs)
+    if "W8".startswith(wanted):
+        for side in ("xxh3", "sha256", "python"):
+            untouched, full = resident_bytes(side)
+            goal = {"xxh3": "  (goal 8, 128)", "sha256": "  (goal 8, 144)", "python": ""}[side]
+            print(
+                f"{'W8 resident':<13}{side}: bytes per block untouched {untouched:.1f}, full {full:.1f}{goal}"
+            )
+    path = trace_path()
+    if path is not None and "W6".startswith(wanted):
+        prompts = read_prompts(path)
+        for num_blocks, expected in list(HIT_RATES.items())[: 2 if options.quick else None]:
+            rate = hit_rate(prompts, num_blocks)
+            print(f"{'W6 hit rate':<13}{num_blocks} blocks: {rate:.4f} of tokens (expected {expected:.4f})")
+    print(f"{time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
