@@ -2,6 +2,8 @@
 
 import pytest
 
+import kvblocks as kv
+
 from .helpers import Engine
 
 
@@ -69,6 +71,7 @@ def test_p062_blocks_that_are_not_computed_are_not_dropped() -> None:
 
 def test_p062_a_window_of_a_long_generation_needs_few_blocks() -> None:
     engine = Engine(6, 4)
+    engine.step = kv.Step(engine.manager, max_blocks_per_seq=30)
     handle = engine.serve(range(8))
     for n in range(8, 120):
         engine.decode(handle, [n])

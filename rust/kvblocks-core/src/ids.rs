@@ -66,7 +66,9 @@ impl TransferHandle {
         Self(key.data().as_ffi() as i64)
     }
 
-    pub(crate) fn key(self) -> TransferKey {
-        KeyData::from_ffi(self.0 as u64).into()
+    /// None for a number that no key has: the slot map would mend it into one.
+    pub(crate) fn key(self) -> Option<TransferKey> {
+        let key = TransferKey::from(KeyData::from_ffi(self.0 as u64));
+        (Self::of(key) == self).then_some(key)
     }
 }

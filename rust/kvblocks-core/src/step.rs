@@ -210,7 +210,7 @@ impl Manager {
             if num_new + lookahead > seq.room as usize {
                 let end = seq.num_scheduled + num_new + lookahead;
                 // Beyond the capacity the answer is Never, not an error.
-                columns = columns.max(self.size.blocks(end).min(self.pool.capacity()));
+                columns = columns.max(self.size.blocks(end).min(self.pool.capacity() + seq.num_holes));
                 if end > i32::MAX as usize {
                     let expected = format!("a sequence of at most {} tokens", i32::MAX);
                     return Err(Error::Row { argument: "num_new", row, got: num_new as i64, expected });
@@ -235,8 +235,10 @@ impl Manager {
         for plan in &mut self.plan {
             let seq = &self.seqs[request.handles[plan.row]];
             let num_new = request.num_new.at(plan.row);
-            let need_blocks = self.size.blocks(seq.num_scheduled + num_new + request.lookahead.at(plan.row));
-            plan.num_new_blocks = need_blocks.saturating_sub(seq.blocks.len());
+            let columns = self.size.blocks(seq.num_scheduled + num_new + request.lookahead.at(plan.row));
+            plan.num_new_blocks = columns.saturating_sub(seq.blocks.len());
+            // A window that moves on holds no more than what is not dropped.
+            let need_blocks = columns.saturating_sub(seq.num_holes);
             let written = seq.partial_tail(self.size).filter(|_| num_new > 0);
             plan.tail = match written {
                 Some(block) if self.pool.refs(block) > 1 => Tail::CopyShared,

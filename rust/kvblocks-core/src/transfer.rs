@@ -59,7 +59,8 @@ impl Manager {
 
     /// End a transfer; returns the blocks that nobody owns any more. O(blocks).
     pub fn end_transfer(&mut self, handle: TransferHandle, outcome: Outcome) -> Result<usize> {
-        let transfer = self.transfers.remove(handle.key()).ok_or(Error::StaleTransfer(handle))?;
+        let transfer = handle.key().and_then(|key| self.transfers.remove(key));
+        let transfer = transfer.ok_or(Error::StaleTransfer(handle))?;
         match outcome {
             Outcome::Complete => self.counters.completed_transfers += 1,
             Outcome::Failed => self.counters.failed_transfers += 1,

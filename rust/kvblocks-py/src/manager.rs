@@ -241,7 +241,8 @@ impl PyBlockManager {
     }
 
     fn abort_step(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.lock(py)?.abort_step(Handles::new(handles)?.get()).map_err(to_python)
+        let handles = Handles::new(handles)?;
+        self.lock(py)?.abort_step(handles.get()).map_err(to_python)
     }
 
     #[pyo3(signature = (handles, num_children=None), text_signature = "($self, handles, num_children=1)")]
@@ -338,7 +339,8 @@ impl PyBlockManager {
     }
 
     fn reclaimable(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<usize> {
-        self.lock(py)?.reclaimable(Handles::new(handles)?.get()).map_err(to_python)
+        let handles = Handles::new(handles)?;
+        self.lock(py)?.reclaimable(handles.get()).map_err(to_python)
     }
 
     #[pyo3(signature = (handle, start=None, end=None))]

@@ -445,7 +445,9 @@ impl Naive {
         let mut trial = self.clone();
         let mut refusal = None;
         for (row, (name, num_new, lookahead, ids)) in rows.iter().enumerate() {
-            let need = self.blocks_for(self.seqs[name].scheduled + num_new + lookahead);
+            let holes = self.seqs[name].table.iter().filter(|&&block| block == HOLE).count();
+            let columns = self.blocks_for(self.seqs[name].scheduled + num_new + lookahead);
+            let need = columns.saturating_sub(holes);
             if need > self.capacity {
                 refusal = Some(Refusal::Never { need_blocks: need, capacity_blocks: self.capacity });
                 return (if fit { row } else { 0 }, refusal);
