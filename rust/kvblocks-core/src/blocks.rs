@@ -12,6 +12,7 @@ use bytemuck::Zeroable;
 
 use crate::hash::Digest;
 use crate::ids::BlockId;
+use crate::prefetch::prefetch;
 
 /// Facts of one block. Words of 4 bytes only, so that the record has no padding.
 #[derive(Clone, Copy, Zeroable)]
@@ -45,9 +46,19 @@ impl Record {
         join(self.parent)
     }
 
+    /// Note what a block is published as.
     #[inline]
-    pub fn set_parent(&mut self, parent: u64) {
+    pub fn publish(&mut self, digest: Digest, content: u64, parent: u64) {
+        let ([a, b], [c, d]) = (split(digest.low as u64), split((digest.low >> 64) as u64));
+        self.digest = [a, b, c, d];
+        self.content = split(content);
         self.parent = split(parent);
+    }
+
+    /// The first 32 bits of the digest.
+    #[inline]
+    pub fn fragment(&self) -> u32 {
+        self.digest[0]
     }
 }
 
@@ -98,15 +109,27 @@ impl Blocks {
         &mut self.refs[block.index()]
     }
 
+    /// Ask for what is known of a block, ahead of its use.
+    #[inline]
+    pub fn prefetch(&self, block: BlockId) {
+        prefetch(&self.records, block.index());
+    }
+
+    /// Ask for the tokens of a block, ahead of their use.
+    #[inline]
+    pub fn prefetch_tokens(&self, block: BlockId) {
+        prefetch(&self.tokens, block.index() * self.block_size);
+    }
+
     pub fn digest(&self, block: BlockId) -> Digest {
         let words = self[block].digest;
         let low = u128::from(join([words[2], words[3]])) << 64 | u128::from(join([words[0], words[1]]));
         Digest { low, high: self.digest_high.get(block.index()).copied().unwrap_or(0) }
     }
 
-    pub fn set_digest(&mut self, block: BlockId, digest: Digest) {
-        let ([a, b], [c, d]) = (split(digest.low as u64), split((digest.low >> 64) as u64));
-        self[block].digest = [a, b, c, d];
+    /// Note the second half of a digest, where the algorithm has one.
+    #[inline]
+    pub fn set_digest_high(&mut self, block: BlockId, digest: Digest) {
         if let Some(high) = self.digest_high.get_mut(block.index()) {
             *high = digest.high;
         }

@@ -6,7 +6,8 @@
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{check_member, Counts, Manager};
-use crate::pool::Pool;
+use crate::pool::{Pool, AHEAD};
+use crate::prefix;
 use crate::sequence::{InFlight, Sequence};
 
 impl Manager {
@@ -191,10 +192,17 @@ impl Sequence {
 
     fn publish_until(&mut self, full: usize, pool: &mut Pool, merge: bool) {
         let size = pool.block_size.get();
+        pool.namespaces.add_refs(self.namespace, full - self.num_published);
         for column in self.num_published..full {
             let in_prompt = (column + 1) * size <= self.prompt_len;
             let digest = if in_prompt { self.prompt.hashes.get(column).copied() } else { None };
             let block = self.blocks[column];
+            if let (Some(&ahead), Some(index)) = (self.prompt.hashes.get(column + AHEAD), &pool.index) {
+                index.prefetch(prefix::fragment(ahead));
+            }
+            if let Some(&ahead) = self.blocks.get(column + AHEAD) {
+                pool.blocks.prefetch(ahead);
+            }
             let Some((link, older)) = pool.publish(block, self.tip, digest, self.prompt.extra(column)) else {
                 return;
             };

@@ -12,7 +12,7 @@
 //!
 //! # Cost and limits
 //! Costs are per block or per token touched, never per pool: no verb scans it, but [`Manager::check_integrity`].
-//! Nothing here knows tensors, devices or Python; there is no `unsafe`, no interior mutability and no clock. Block
+//! Nothing here knows tensors, devices or Python; there is no `unsafe` but a prefetch hint, no interior mutability and no clock. Block
 //! ids depend on the order of calls only, so that equal calls on two managers give equal tables.
 //!
 //! **The trap**: block ids are reused. A table read earlier is a snapshot; hold a handle, not a block id.
@@ -20,7 +20,7 @@
 //! Imports flow one way: `ids, hash -> free_list, prefix, prompt -> pool, table -> manager` and, on top of it,
 //! one file a verb group: `admission`, `step`, `commit`, `lifetime`, then `stats` and `check`.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod admission;
 mod block_size;
@@ -37,6 +37,7 @@ mod lifetime;
 mod manager;
 mod namespaces;
 mod pool;
+mod prefetch;
 mod prefix;
 mod prompt;
 mod sequence;

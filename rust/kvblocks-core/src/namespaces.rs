@@ -75,7 +75,7 @@ impl Namespaces {
     /// One more sequence of a known namespace.
     pub fn join(&mut self, index: u32) {
         self.usage(index).num_seqs += 1;
-        self.add_ref(index);
+        self.add_refs(index, 1);
     }
 
     /// A sequence of the namespace ends.
@@ -85,8 +85,8 @@ impl Namespaces {
     }
 
     #[inline]
-    pub fn add_ref(&mut self, index: u32) {
-        self.entries[index as usize].refs += 1;
+    pub fn add_refs(&mut self, index: u32, count: usize) {
+        self.entries[index as usize].refs += count;
     }
 
     #[inline]

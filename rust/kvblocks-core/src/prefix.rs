@@ -20,6 +20,7 @@ use std::sync::Arc;
 use crate::blocks::Blocks;
 use crate::hash::Digest;
 use crate::ids::BlockId;
+use crate::prefetch::prefetch;
 
 /// Identity of a published prefix; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -71,7 +72,7 @@ pub(crate) struct PrefixIndex {
 }
 
 #[inline]
-fn fragment(digest: Digest) -> u32 {
+pub(crate) fn fragment(digest: Digest) -> u32 {
     digest.low as u32
 }
 
@@ -140,6 +141,22 @@ impl PrefixIndex {
         }
     }
 
+    /// Ask for the place where a digest with these first bits is found, ahead of the look-up.
+    #[inline]
+    pub fn prefetch(&self, fragment: u32) {
+        prefetch(&self.table, self.home(fragment));
+    }
+
+    /// Ask for what a look-up will compare, ahead of it: the block that stands where the digest is at home.
+    #[inline]
+    pub fn prefetch_block(&self, digest: Digest, blocks: &Blocks) {
+        let entry = self.table[self.home(fragment(digest))];
+        if entry != 0 {
+            blocks.prefetch(block_of(entry));
+            blocks.prefetch_tokens(block_of(entry));
+        }
+    }
+
     /// Publish a full block whose tokens stand beside it; returns its chain value, and the older block with the same
     /// content if there is one. O(1) expected.
     pub fn publish(
@@ -164,9 +181,8 @@ impl PrefixIndex {
                 ContentId(self.next_content - 1)
             }
         };
-        blocks.set_digest(block, digest);
-        blocks[block].set_content(content.0);
-        blocks[block].set_parent(parent.as_parent(extra));
+        blocks[block].publish(digest, content.0, parent.as_parent(extra));
+        blocks.set_digest_high(block, digest);
         if let Some(extra) = extra {
             blocks.extras.insert(block, Arc::clone(extra));
         }
@@ -175,8 +191,8 @@ impl PrefixIndex {
 
     /// Make a published block unfindable; its oldest twin, if any, takes its place. O(1) expected, and O(twins).
     pub fn withdraw(&mut self, block: BlockId, blocks: &mut Blocks) {
-        let fragment = fragment(blocks.digest(block));
         let record = &mut blocks[block];
+        let fragment = record.fragment();
         let content = ContentId(record.content());
         record.set_content(UNPUBLISHED);
         if record.parent() & HAS_EXTRA != 0 {

@@ -1,0 +1,21 @@
+//! Asking for memory before it is needed. Imports nothing. The one place of the crate that is `unsafe`.
+//!
+//! Look-ups and evictions of a large pool wait for memory, one block after the other, although the next blocks are known:
+//! asking for them a few blocks ahead lets the waits overlap.
+
+/// Ask for the cache line of `slice[at]`; does nothing where `at` is outside, or on other architectures.
+#[inline(always)]
+#[allow(unsafe_code)]
+pub(crate) fn prefetch<T>(slice: &[T], at: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(item) = slice.get(at) {
+        // SAFETY: a prefetch is a hint; it neither faults nor reads as far as the program can tell.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                std::ptr::from_ref(item).cast(),
+            );
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (slice, at);
+}
