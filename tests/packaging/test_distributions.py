@@ -87,6 +87,13 @@ def test_the_wheel_is_abi3_and_carries_what_it_should(wheel: Path, version: str)
     assert required == ["numpy>=2.0"]
 
 
+def test_no_text_of_the_wheel_names_the_folder_it_was_built_in(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        texts = {name: archive.read(name) for name in archive.namelist() if not name.endswith(".so")}
+    assert len(texts) > 10
+    assert [name for name, text in texts.items() if str(ROOT).encode() in text] == []
+
+
 def test_both_carry_the_kernel_sources(wheel: Path, sdist: Path) -> None:
     sources = {path.relative_to(ROOT / "cuda").as_posix() for path in (ROOT / "cuda").rglob("*.cu*")}
     assert len(sources) >= 1
