@@ -37,7 +37,11 @@ class Driver:
     def __init__(self, seed: int, block_size: int, options: dict[str, object]) -> None:
         self.rng = np.random.default_rng(seed)
         self.manager = BlockManager(513, block_size, seed=seed, **options)  # type: ignore[arg-type]
-        self.step = Step(self.manager, max_seqs=MAX_SEQS, max_tokens=4096, max_blocks_per_seq=512, depth=2)
+        # Windows let a table grow longer than the pool.
+        columns = 2 * MAX_LENGTH
+        self.step = Step(
+            self.manager, max_seqs=MAX_SEQS, max_tokens=4096, max_blocks_per_seq=columns, depth=2
+        )
         self.steps: dict[int, list[int]] = {}  # handle -> tokens of its steps in flight, oldest first
         self.preempted: dict[int, Prompt] = {}
         self.transfers: list[int] = []

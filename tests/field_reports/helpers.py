@@ -19,7 +19,11 @@ class Engine:
     ) -> None:
         null_block = options.get("null_block", True)
         self.manager = kv.BlockManager(capacity + null_block, block_size, **options)
-        self.step = kv.Step(self.manager, max_seqs=max_seqs, max_tokens=max_tokens)
+        # A sequence from which blocks were dropped may be longer than the pool.
+        columns = max(capacity, 64)
+        self.step = kv.Step(
+            self.manager, max_seqs=max_seqs, max_tokens=max_tokens, max_blocks_per_seq=columns
+        )
 
     def ask(self, tokens: Iterable[int], reserve: int | None = None, **options: Any) -> Any:
         """The answer of `allocate`: `Allocated`, `Later` or `Never`."""
@@ -162,12 +166,16 @@ class Walk:
             if isinstance(answer, kv.Allocated):
                 self.handles.append(answer.handle)
 
+    def is_long(self, handle: int) -> bool:
+        """Whether a sequence should not grow any more, since the step has so many columns only."""
+        return self.manager.sequence(handle).num_scheduled > 48
+
     def compute(self, a: int, b: int) -> None:
         """Schedule and commit the rest of the known tokens, and some more."""
         handle = self.batch(a, b)[0]
         if not self.steps.get(handle):
             cursors = self.manager.sequence(handle)
-            more = b % 4
+            more = 0 if self.is_long(handle) else b % 4
             num_new = cursors.num_tokens - cursors.num_scheduled + more
             if self.engine.step.schedule(handle, num_new):
                 self.manager.commit(handle, num_new, [a % 2] * more)
@@ -176,14 +184,16 @@ class Walk:
         """Schedule new tokens, some of which are rejected."""
         handle = self.batch(a, b)[0]
         cursors = self.manager.sequence(handle)
-        if not self.steps.get(handle) and cursors.num_computed == cursors.num_tokens:
+        idle = not self.steps.get(handle) and cursors.num_computed == cursors.num_tokens
+        if idle and not self.is_long(handle):
             num_new = 1 + a % 6
             if self.engine.step.schedule(handle, num_new, lookahead=b % 3):
                 accepted = b % (num_new + 1)
                 self.manager.commit(handle, accepted, [a % 2] * accepted)
 
     def schedule(self, a: int, b: int) -> None:
-        handles = [handle for handle in self.batch(a, b) if len(self.steps.get(handle, [])) < 3]
+        few = [handle for handle in self.batch(a, b) if len(self.steps.get(handle, [])) < 3]
+        handles = [handle for handle in few if not self.is_long(handle)]
         counts = [(a + i) % 7 for i in range(len(handles))]
         policy: Literal["all", "fit"] = "fit" if a % 2 else "all"
         scheduled = self.engine.step.schedule(handles, counts, lookahead=b % 4, policy=policy)

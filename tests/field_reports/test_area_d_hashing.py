@@ -53,6 +53,17 @@ def test_p039_the_seed_of_a_manager_serves_whoever_computes_its_hashes(algorithm
             kv.block_hashes(range(16), 16, seed=seed)
 
 
+def test_p040_what_has_lost_its_parent_is_not_counted_as_a_collision() -> None:
+    engine = Engine(5, 4)
+    handle = engine.serve(range(8))
+    engine.manager.drop_range(handle, 0, 4)
+    engine.manager.free(engine.admit(range(100, 116)))  # evicts the first block; the second is in use
+    engine.cache(range(4))  # the first once more: the second does not follow it
+    engine.ask(range(9))
+    assert engine.manager.stats().hash_collisions == 0
+    engine.pool()
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_p041_no_algebra_finds_a_collision(algorithm: Algorithm) -> None:
     block = [100_000 + 7 * i for i in range(16)]

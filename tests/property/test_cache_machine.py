@@ -71,6 +71,8 @@ admissions = st.fixed_dictionaries(
         "max_tokens": st.none() | st.none() | st.integers(0, 30),
     }
 )
+MAX_LENGTH = 64
+DEFAULTS = {"reserve": None, "use_cache": True, "recompute_last_hit": False, "max_tokens": None}
 managers = st.fixed_dictionaries(
     {
         "watermark_blocks": st.integers(0, 2),
@@ -97,7 +99,10 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.cache = kv.PagedKVCache(config, capacity + 1, backend="numpy")
         self.cache.manager = kv.BlockManager(capacity + 1, block_size, **options)
-        self.cache.step = kv.Step(self.cache.manager, max_seqs=16, max_tokens=256, depth=2)
+        # A sequence from which blocks were dropped may be longer than the pool.
+        self.cache.step = kv.Step(
+            self.cache.manager, max_seqs=16, max_tokens=256, max_blocks_per_seq=MAX_LENGTH, depth=2
+        )
         self.manager, self.options, self.block_size = self.cache.manager, options, block_size
         self.on_schedule = options["publish"] == "schedule" and options["enable_prefix_cache"]
         for layer in self.cache.layers:
@@ -116,7 +121,9 @@ class CacheMachine(RuleBasedStateMachine):
     def draw_some(self, data: st.DataObject, handles: list[int], most: int = 4) -> list[int]:
         return data.draw(st.lists(st.sampled_from(handles), min_size=1, max_size=most, unique=True))
 
-    def admit(self, prompt: kv.Prompt, tokens: list[int], salt: str | None, options: dict[str, Any]) -> None:
+    def admit(
+        self, prompt: kv.Prompt, tokens: list[int], salt: str | None, options: dict[str, Any]
+    ) -> int | None:
         before = self.manager.stats()
         could = self.manager.can_allocate(prompt, **options)
         cached = self.manager.match_prefix(prompt, recompute_last_hit=options["recompute_last_hit"])
@@ -127,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not isinstance(answer, kv.Allocated):
             assert answer == could
             assert self.manager.stats() == before
-            return
+            return None
         assert isinstance(could, kv.Ok)
         assert answer.num_cached_tokens == could.num_cached_tokens == cached
         assert answer.num_cached_tokens + answer.num_new_tokens == len(tokens)
@@ -137,6 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
         if most is None and answer.handle in self.seqs:
             most = self.seqs[answer.handle].max_tokens
         self.seqs[answer.handle] = Sequence(list(tokens), salt, len(tokens), cached, cached, max_tokens=most)
+        return answer.handle
 
     @rule(tokens=prompts, salt=salts, options=admissions)
     def allocate(self, tokens: list[int], salt: str | None, options: dict[str, Any]) -> None:
@@ -144,13 +152,47 @@ class CacheMachine(RuleBasedStateMachine):
         assert prompt.tokens.tolist() == tokens
         self.admit(prompt, tokens, salt, options)
 
+    @rule(tokens=prompts, salt=salts, then=st.sampled_from(["keep", "free", "preempt"]))
+    def serve(self, tokens: list[int], salt: str | None, then: str) -> None:
+        """A whole request, which leaves blocks in the cache."""
+        handle = self.admit(self.manager.prepare(tokens, salt=salt), tokens, salt, DEFAULTS)
+        if handle is None:
+            return
+        self.compute(handle, [])
+        if then == "free":
+            self.manager.free(handle)
+            del self.seqs[handle]
+        elif then == "preempt":
+            self.give_back(handle)
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 1), max_size=6))
+    def advance(self, data: st.DataObject, ids: list[int]) -> None:
+        for handle in self.draw_some(data, self.idle()):
+            self.compute(handle, ids)
+
+    def compute(self, handle: int, ids: list[int]) -> None:
+        """Schedule and commit the rest of the known tokens, and `ids`, if there is room."""
+        seq = self.seqs[handle]
+        self.schedule_rows([handle], [seq.known - seq.scheduled + len(ids)], 0, False, ids)
+        if seq.in_flight:
+            assert self.try_commit([handle], list(seq.in_flight), all_ids=False)
+
     @precondition(lambda self: self.resident())
     @rule(data=st.data(), fit=st.booleans())
     def schedule(self, data: st.DataObject, fit: bool) -> None:
         handles = self.draw_some(data, self.resident())
         handles = [handle for handle in handles if len(self.seqs[handle].in_flight) < 8]
         counts = [data.draw(st.integers(0, 12)) for _ in handles]
-        lookahead = data.draw(st.integers(0, 3))
+        ids = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+        self.schedule_rows(handles, counts, data.draw(st.integers(0, 3)), fit, ids)
+
+    def schedule_rows(
+        self, handles: list[int], counts: list[int], lookahead: int, fit: bool, ids: list[int]
+    ) -> None:
+        """Schedule, check the arrays and write the step's K/V; tokens that nobody knows yet become `ids`, in turn."""
+        room = [MAX_LENGTH - 3 - self.seqs[handle].scheduled for handle in handles]
+        counts = [min(count, most) for count, most in zip(counts, room, strict=True)]
         before = self.manager.stats()
         scheduled = self.cache.schedule(
             handles, counts, lookahead=lookahead, policy="fit" if fit else "all", pad_seqs=6, pad_tokens=64
@@ -168,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
             seq = self.seqs[handle]
             start, end = seq.scheduled, seq.scheduled + count
             missing = end - len(seq.tokens)
-            seq.tokens += [data.draw(st.integers(0, 1)) for _ in range(missing)]
+            seq.tokens += [ids[i % len(ids)] for i in range(missing)]
             seq.scheduled = end
             seq.in_flight.append(count)
             written += fingerprints(seq.salt, seq.tokens)[start:end].tolist()
@@ -240,13 +282,15 @@ class CacheMachine(RuleBasedStateMachine):
             del seq.tokens[max(seq.known, seq.scheduled) :]
 
     @precondition(lambda self: self.resident())
-    @rule(data=st.data(), num_children=st.integers(0, 2))
-    def fork(self, data: st.DataObject, num_children: int) -> None:
+    @rule(data=st.data(), num_children=st.integers(0, 2), written=st.integers(0, 3))
+    def fork(self, data: st.DataObject, num_children: int, written: int) -> None:
         handles = self.draw_some(data, self.resident(), 3)
         children = self.manager.fork(handles, num_children).tolist()
         assert len(set(children) - set(self.seqs)) == len(children) == len(handles) * num_children
         for i, child in enumerate(children):
             self.seqs[child] = self.seqs[handles[i // num_children]].snapshot()
+        if written:
+            self.schedule_rows(children, [written] * len(children), 0, True, [0, 1])
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data())
@@ -311,7 +355,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        handle = data.draw(st.sampled_from(list(self.seqs)))
+        self.give_back(data.draw(st.sampled_from(list(self.seqs))))
+
+    def give_back(self, handle: int) -> None:
         seq = self.seqs[handle]
         history = seq.tokens[: seq.known]
         for _ in range(2):
@@ -328,12 +374,14 @@ class CacheMachine(RuleBasedStateMachine):
         waiting = [handle for handle, seq in self.seqs.items() if seq.prompt]
         seq = self.seqs[data.draw(st.sampled_from(waiting))]
         assert seq.prompt is not None
-        self.admit(seq.prompt, seq.tokens, seq.salt, options)
+        handle = self.admit(seq.prompt, seq.tokens, seq.salt, options)
+        if handle is not None and data.draw(st.booleans()):
+            self.compute(handle, [])
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        handles = self.draw_some(data, list(self.seqs), 20)
+        handles = self.draw_some(data, list(self.seqs), 2)
         before = self.manager.stats()
         freed = self.manager.free(handles)
         after = self.manager.stats()
@@ -381,17 +429,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert after.held_blocks == before.held_blocks - freed
         assert after.live_blocks == before.live_blocks
 
-    @rule()
-    def reset_prefix_cache(self) -> None:
+    @rule(salt=st.sampled_from(["a", "b", None]), tokens=prompts)
+    def forget(self, salt: str | None, tokens: list[int]) -> None:
+        """Drop a namespace, or without a salt all that is cached."""
         cached = self.manager.stats().cached_blocks
-        assert self.manager.reset_prefix_cache() == cached
-        assert self.manager.stats().cached_blocks == 0
-
-    @rule(salt=st.sampled_from(["a", "b"]), tokens=prompts)
-    def drop_namespace(self, salt: str, tokens: list[int]) -> None:
-        self.manager.drop_namespace(salt=salt)
-        assert self.manager.namespace_usage(salt=salt).cached_blocks == 0
-        assert self.manager.match_prefix(self.manager.prepare(tokens, salt=salt)) == 0
+        if salt is None:
+            assert self.manager.reset_prefix_cache() == cached
+            assert self.manager.stats().cached_blocks == 0
+        else:
+            self.manager.drop_namespace(salt=salt)
+            assert self.manager.namespace_usage(salt=salt).cached_blocks == 0
+            assert self.manager.match_prefix(self.manager.prepare(tokens, salt=salt)) == 0
 
     @invariant()
     def is_sound(self) -> None:

@@ -5,7 +5,7 @@
 
 use kvblocks_core::{
     AdmissionOptions, Algorithm, BlockHasher, Config, Counts, KeyValue, Keys, Manager, Media, Policy, Prompt,
-    RowState, SeqHandle, StepArrays, StepRequest,
+    Refusal, RowState, SeqHandle, StepArrays, StepRequest,
 };
 
 const BLOCK_SIZE: usize = 4;
@@ -74,6 +74,19 @@ fn p040_a_collision_is_a_miss_and_is_counted() {
     assert_eq!(cached, 0);
     assert_eq!(manager.stats().hash_collisions, 1);
     assert_eq!(manager.check_integrity(), Vec::<String>::new());
+}
+
+#[test]
+fn p040_a_refused_admission_counts_no_collision() {
+    let mut manager = manager(3);
+    cache(&mut manager, &[1, 2, 3, 4], Keys::default());
+    let running = prompt(&manager, &[20, 21, 22, 23, 24], Keys::default());
+    serve(&mut manager, &running);
+    let before = manager.stats();
+    let refused = prompt(&manager, &[5, 6, 7, 8, 9], Keys::default());
+    let answer = manager.allocate(&refused, AdmissionOptions::default()).unwrap();
+    assert_eq!(answer.unwrap_err(), Refusal::Later { num_blocks: 1 });
+    assert_eq!(manager.stats(), before);
 }
 
 #[test]
