@@ -77,9 +77,13 @@ impl Manager {
     /// watermark, and what was promised to others, is ignored while nothing is live. O(blocks).
     pub fn allocate(&mut self, prompt: &Prompt, options: AdmissionOptions) -> Answer<Allocation> {
         self.check_prompt(prompt)?;
+        let collisions = self.pool.collisions;
         let plan = match self.plan_admission(prompt, options) {
             Ok(plan) => plan,
-            Err(refusal) => return Ok(Err(refusal)),
+            Err(refusal) => {
+                self.pool.collisions = collisions;
+                return Ok(Err(refusal));
+            }
         };
         let cached = plan.num_cached_tokens;
         let num_blocks = self.hits.len() + plan.num_new_blocks;

@@ -104,7 +104,7 @@ impl PrefixIndex {
     }
 
     /// The oldest block with this content. `collisions` grows by the blocks met that have the same digest and other
-    /// content. O(1) expected.
+    /// tokens or keys. O(1) expected.
     #[inline]
     pub fn find(&self, wanted: Content, blocks: &Blocks, collisions: &mut u64) -> Option<BlockId> {
         self.probe(wanted, blocks, collisions).ok()
@@ -126,13 +126,13 @@ impl PrefixIndex {
             let entry = self.table[at];
             if (entry >> 32) as u32 == fragment && entry != 0 {
                 let block = block_of(entry);
-                if blocks[block].parent() == parent
-                    && blocks.holds_tokens(block, wanted.tokens)
-                    && (wanted.extra.is_none() || blocks.extras.get(&block) == wanted.extra)
-                {
+                let same = blocks.holds_tokens(block, wanted.tokens)
+                    && (wanted.extra.is_none() || blocks.extras.get(&block) == wanted.extra);
+                if same && blocks[block].parent() == parent {
                     return Ok(block);
                 }
-                *collisions += u64::from(blocks.digest(block) == wanted.digest);
+                // The same tokens after another number of their parent: it was dropped and computed again.
+                *collisions += u64::from(!same && blocks.digest(block) == wanted.digest);
             } else if entry == 0 || self.distance(entry, at) < distance {
                 return Err(at);
             }
