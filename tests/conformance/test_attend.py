@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from conformance.harness import Harness
-from conformance.scene import TOLERANCE, fill, load, lse_close, make_scene, rows_close, store
+from conformance.scene import (
+    TOLERANCE,
+    Scene,
+    element,
+    fill,
+    load,
+    lse_close,
+    make_scene,
+    rows_close,
+    store,
+)
 from kvblocks.config import CacheConfig
 from kvblocks.layout import LayerCache
 
@@ -310,6 +320,67 @@ def test_large_logits_do_not_overflow(harness: Harness) -> None:
     """Logits of several hundred, where exp overflows float32; their own rounding costs about 1e-4."""
     scene = make_scene(harness, **CHUNKS)
     scene.check(tolerance=1e-3, scale=30.0)
+
+
+class TestLogitsOfMinusInfinity:
+    """200 keys of which some leading ones have the logit -inf: part of a tile of 64 keys, whole ones, or all."""
+
+    def scene(
+        self, harness: Harness, num_infinite: int, dtype: str = "float32", key: float = -np.inf
+    ) -> Scene:
+        scene = make_scene(harness, seq_lens=(200,), query_lens=(3,), block_size=8, heads=(4, 2), dtype=dtype)
+        scene.q = store(np.abs(load(scene.q)), dtype)
+        k = scene.sequences[0][0]
+        k[:num_infinite] = load(store(np.array(key), dtype))
+        host = harness.to_host(scene.cache.k).copy()
+        for token in range(num_infinite):
+            host[element(scene.cache, scene.block_tables[0, token // 8] * 8 + token % 8)] = store(
+                k[token], dtype
+            )
+        scene.cache.k[...] = harness.to_device(host)
+        return scene
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("num_infinite", [1, 63, 64, 65, 127, 128, 129, 197])
+    def test_have_no_weight(self, harness: Harness, num_infinite: int, dtype: str) -> None:
+        scene = self.scene(harness, num_infinite, dtype)
+        scene.check()
+        scene.check(sinks=SINKS[:4], alibi_slopes=SLOPES[:4])
+        scene.check(window=200 - num_infinite)
+
+    def test_made_by_rounding(self, harness: Harness) -> None:
+        """Finite keys that float16 does not hold."""
+        self.scene(harness, 64, "float16", -1e5).check()
+
+    def test_made_by_slopes(self, harness: Harness) -> None:
+        """A slope that takes the far keys beyond float32, and leaves the last key alone."""
+        scene = make_scene(harness, seq_lens=(100,), heads=(1, 1))
+        scene.check(alibi_slopes=np.array([1e37], np.float32))
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"sinks": np.full(4, -np.inf, np.float32)}], ids=["plain", "sinks"]
+    )
+    def test_of_all_keys_give_what_no_keys_give(self, harness: Harness, options: dict) -> None:
+        scene = self.scene(harness, 200)
+        out, lse = scene.attend(**options)
+        assert not out.any()
+        assert np.isneginf(lse).all()
+        scene.cache.v[...] = np.nan
+        assert not scene.attend(**options)[0].any()
+
+    def test_of_all_keys_leave_the_sink(self, harness: Harness) -> None:
+        out, lse = self.scene(harness, 200).attend(sinks=SINKS[:4])
+        assert not out.any()
+        np.testing.assert_allclose(lse, np.broadcast_to(SINKS[:4], lse.shape), atol=1e-6)
+
+    def test_take_no_part_in_a_merge(self, harness: Harness) -> None:
+        scene = self.scene(harness, 200)
+        nothing = scene.attend()
+        other = make_scene(harness, seq_lens=(200,), query_lens=(3,), heads=(4, 2)).attend()
+        device = harness.to_device
+        merged = harness.backend.merge_states(*map(device, (*nothing, *other)))
+        for actual, expected in zip(merged, other, strict=True):
+            np.testing.assert_allclose(harness.to_host(actual), expected, rtol=1e-6)
 
 
 def test_pool_beyond_two_to_the_31_elements(harness: Harness) -> None:

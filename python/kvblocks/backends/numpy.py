@@ -26,7 +26,7 @@ from kvblocks.layout import LayerCache, allocate_host, convert, dtype_name, from
 Floats = NDArray[np.float64]
 
 # Infinities and NaN in the cache or the queries are data here: they follow IEEE arithmetic without a warning.
-_data_may_be_anything = np.errstate(over="ignore", invalid="ignore")
+_data_may_be_anything = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 _SUPPORTED = Supported(
     q_dtypes=tuple(STORAGE_DTYPES),
@@ -203,13 +203,16 @@ def _attend_row(
     if sinks is not None:
         sink = sinks.astype(np.float64)[:, None, None]
         highest = np.maximum(highest, sink)
-    weights = np.exp(scores - highest)
+    # Where nothing has a weight, all are taken against 0, as -inf - -inf would be NaN, and the result is 0 and -inf.
+    base = np.where(highest == -np.inf, 0.0, highest)
+    weights = np.exp(scores - base)
     denominator = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        denominator += np.exp(sink - highest)
-    log_denominator = (highest + np.log(denominator))[..., 0].T
+        denominator += np.exp(sink - base)
+    nothing = denominator[..., 0] == 0
+    log_denominator = (base + np.log(denominator))[..., 0].T
 
-    weights /= denominator
+    weights /= np.where(denominator == 0, 1.0, denominator)
     values = v.transpose(1, 0, 2)
     by_group = weights.reshape(num_kv_heads, group * num_queries, num_keys)
     out = (by_group @ values).reshape(num_q_heads, num_queries, head_dim_v)
@@ -219,4 +222,5 @@ def _attend_row(
         for query, seen in enumerate(visible):
             summed = per_query[:, :, query][:, :, seen] @ values[:, seen]
             out[:, query] = summed.reshape(num_q_heads, head_dim_v)
+    out[nothing] = 0
     return out.transpose(1, 0, 2), log_denominator

@@ -55,7 +55,7 @@ const LANES: usize = 16;
 
 /// Attention of `q [num_tokens, num_q_heads, head_dim]` over the keys of each row.
 ///
-/// Rows of seq_len 0 and queries of no row give 0 and -inf. All of the output is written, or nothing.
+/// Rows of seq_len 0, queries of no row and queries whose logits are all -inf give 0 and -inf. All of the output is written, or nothing.
 pub fn attend<Q: Element, T: Element>(
     q: &[Q],
     num_q_heads: usize,
@@ -222,10 +222,12 @@ impl State {
             }
             let before = self.highest[index];
             let highest = weights.iter().copied().fold(before, f32::max);
-            let rescale = if before == f32::NEG_INFINITY { 0.0 } else { (before - highest).exp() };
+            // While nothing has a weight, all are taken against 0: -inf - -inf would be NaN.
+            let base = if highest == f32::NEG_INFINITY { 0.0 } else { highest };
+            let rescale = if before == f32::NEG_INFINITY { 0.0 } else { (before - base).exp() };
             let mut sum = self.sum[index] * rescale;
             for weight in weights {
-                *weight = (*weight - highest).exp();
+                *weight = (*weight - base).exp();
                 sum += *weight;
             }
             self.sum[index] = sum;
@@ -239,7 +241,11 @@ impl State {
         let head_dim_v = self.out.len() / self.group;
         for (index, out) in self.out.chunks_exact_mut(head_dim_v).enumerate() {
             let sum = self.sum[index];
-            out.iter_mut().for_each(|value| *value /= sum);
+            if sum == 0.0 {
+                out.fill(0.0); // no key has a weight; the log below is -inf
+            } else {
+                out.iter_mut().for_each(|value| *value /= sum);
+            }
             self.lse[index] = self.highest[index] + sum.ln();
         }
         &self.out
