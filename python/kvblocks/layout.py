@@ -59,7 +59,7 @@ class LayerCache:
     """K and V of one layer; a view on memory that its backend, or the caller, owns.
 
     k: [num_blocks, block_size, num_kv_heads, head_dim] for layout "NHD", the two middle axes swapped for
-    "HND"; any strides. v: the same with head_dim_v. dtype: the name of the cache dtype.
+    "HND"; strides as the backend takes them. v: the same with head_dim_v. dtype: the name of the cache dtype.
     Raises TypeError or ValueError that names the array, the axis and both numbers.
     """
 

@@ -47,6 +47,14 @@ def element(cache: LayerCache, slot: int) -> tuple[Any, ...]:
     return (block, offset) if cache.layout == "NHD" else (block, slice(None), offset)
 
 
+def misaligned(array: np.ndarray) -> np.ndarray:
+    """A contiguous copy whose elements start at odd addresses."""
+    copy = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    assert copy.size == 0 or not copy.flags.aligned
+    return copy
+
+
 def fill(harness: Harness, cache: LayerCache, byte: int = NAN_BYTES) -> None:
     """Set every byte of the storage."""
     for array in (cache.k, cache.v):

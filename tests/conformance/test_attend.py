@@ -12,6 +12,7 @@ from conformance.scene import (
     load,
     lse_close,
     make_scene,
+    misaligned,
     rows_close,
     store,
 )
@@ -100,6 +101,9 @@ def test_block_sizes_agree(harness: Harness) -> None:
 OPTIONS = {
     "scale": {"scale": 0.3},
     "negative scale": {"scale": -0.1},
+    "scale 0": {"scale": 0},
+    "widest soft cap": {"soft_cap": 3e38},
+    "narrowest soft cap": {"soft_cap": 1.2e-38},
     "window 1": {"window": 1},
     "window 2": {"window": 2},
     "window 7": {"window": 7},
@@ -147,7 +151,7 @@ class TestWindow:
 
     def test_beyond_the_sequence_is_no_window(self, harness: Harness) -> None:
         scene = make_scene(harness, **CHUNKS)
-        for window in (33, 34, 2**31):
+        for window in (33, 34, 2**31, 2**100):
             out, lse = scene.attend(window=window)
             rows_close(load(out), load(scene.attend()[0]), TOLERANCE["float32"])
             lse_close(lse, scene.attend()[1])
@@ -250,6 +254,26 @@ class TestArrays:
         for scene.q in views:
             assert not scene.q.flags.c_contiguous
             assert scene.attend()[0].tobytes() == expected.tobytes()
+
+    @pytest.mark.usefixtures("host_arrays")
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_misaligned_arguments_equal_their_copy(self, harness: Harness, dtype: str) -> None:
+        scene = make_scene(harness, dtype=dtype, **CHUNKS)
+        options = {"sinks": SINKS, "alibi_slopes": SLOPES}
+        expected = scene.attend(**options)
+        for name in ("q", "block_tables", "seq_lens", "query_start_loc"):
+            setattr(scene, name, misaligned(getattr(scene, name)))
+        for actual in (
+            scene.attend(**options),
+            scene.attend(**{name: misaligned(array) for name, array in options.items()}),
+        ):
+            assert [array.tobytes() for array in actual] == [array.tobytes() for array in expected]
+
+    @pytest.mark.usefixtures("host_arrays")
+    def test_misaligned_arrays_without_elements(self, harness: Harness) -> None:
+        scene = make_scene(harness, seq_lens=(), query_lens=())
+        scene.q, scene.seq_lens = misaligned(scene.q), misaligned(scene.seq_lens)
+        assert scene.attend()[0].shape == (0, 6, 16)
 
     def test_strided_outputs_are_filled_in_place(self, harness: Harness) -> None:
         scene = make_scene(harness, **CHUNKS)

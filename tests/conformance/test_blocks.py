@@ -10,6 +10,7 @@ from conformance.scene import (
     load,
     lse_close,
     make_scene,
+    misaligned,
     rows_close,
     snapshot,
     store,
@@ -32,6 +33,24 @@ def test_allocate_gives_separate_arrays_of_the_stated_size(harness: Harness, dty
     for index, cache in enumerate(caches):
         fill(harness, cache, index)
     assert [set(data) for data in snapshot(harness, *caches)] == [{0}, {0}, {1}, {1}, {2}, {2}]
+
+
+@pytest.mark.usefixtures("host_arrays")
+def test_misaligned_arguments_equal_their_copy(harness: Harness) -> None:
+    scene = make_scene(harness, seq_lens=(33,))
+    backend, table = harness.backend, scene.block_tables[0, :3]
+    for actual, expected in zip(
+        backend.gather(scene.cache, misaligned(table), 33),
+        backend.gather(scene.cache, table, 33),
+        strict=True,
+    ):
+        assert actual.tobytes() == expected.tobytes()
+    state = scene.attend()
+    merged = backend.merge_states(*map(misaligned, (*state, *state)))
+    for actual, expected in zip(merged, backend.merge_states(*state, *state), strict=True):
+        assert actual.tobytes() == expected.tobytes()
+    backend.copy_blocks([scene.cache], misaligned(np.array([[table[0], 0]], np.int32)))
+    assert scene.cache.k[0].tobytes() == scene.cache.k[table[0]].tobytes()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from conformance.harness import Harness
-from conformance.scene import Scene, make_scene, snapshot
+from conformance.scene import Scene, make_scene, misaligned, snapshot
 from kvblocks.config import CacheConfig
 from kvblocks.layout import LayerCache
 
@@ -113,6 +113,25 @@ class TestAttend:
             (lambda a: {"soft_cap": 0.0}, ValueError, r"soft_cap is 0.0"),
             (lambda a: {"soft_cap": -3}, ValueError, r"soft_cap is -3"),
             (lambda a: {"soft_cap": np.nan}, ValueError, r"soft_cap is nan"),
+            # Numbers that float32 makes 0, infinite or coarse.
+            (
+                lambda a: {"soft_cap": 1e39},
+                ValueError,
+                r"soft_cap is 1e\+39: expected a normal float32 number > 0",
+            ),
+            (lambda a: {"soft_cap": 1.7e308}, ValueError, r"soft_cap is 1.7e\+308"),
+            (lambda a: {"soft_cap": 1e-46}, ValueError, r"soft_cap is 1e-46"),
+            (lambda a: {"soft_cap": 1e-40}, ValueError, r"soft_cap is 1e-40"),
+            (lambda a: {"soft_cap": 10**400}, ValueError, r"soft_cap is 10{400}:"),
+            (lambda a: {"soft_cap": True}, ValueError, r"soft_cap is True"),
+            (
+                lambda a: {"scale": 1e39},
+                ValueError,
+                r"scale is 1e\+39: expected 0 or a normal float32 number",
+            ),
+            (lambda a: {"scale": -1e-40}, ValueError, r"scale is -1e-40"),
+            (lambda a: {"scale": 10**400}, ValueError, r"scale is 10{400}:"),
+            (lambda a: {"window": -(2**100)}, ValueError, r"window is -1267650600228229401496703205376"),
             (lambda a: {"sinks": np.zeros(6)}, TypeError, r"sinks: dtype float64, expected float32"),
             (
                 lambda a: {"sinks": np.zeros(2, np.float32)},
@@ -213,7 +232,21 @@ class TestAttend:
         both = np.zeros((6, 6, 16), np.float32)
         with pytest.raises(ValueError, match="out and lse share memory"):
             run(scene, out=both, lse=both[:, :, 0])
+        scene.seq_lens = both[0, 0, :6].view(np.int32)
+        with pytest.raises(ValueError, match="out and seq_lens share memory"):
+            run(scene, out=both)
         np.testing.assert_array_equal(scene.q, before)
+
+    @pytest.mark.usefixtures("host_arrays")
+    def test_misaligned_outputs(self, harness: Harness) -> None:
+        scene = make_scene(harness)
+        for name, shape in (("out", (6, 6, 16)), ("lse", (6, 6))):
+            array = misaligned(np.zeros(shape, np.float32))
+            with pytest.raises(
+                ValueError, match=f"^{name}: the array is misaligned, .* multiples of 4 bytes"
+            ):
+                run(scene, **{name: array})
+            assert not array.any()
 
     @pytest.mark.parametrize("value", [[[1.0]], None, "q"])
     def test_things_that_are_no_arrays(self, harness: Harness, value: object) -> None:
@@ -290,12 +323,40 @@ class TestWrite:
     def test_slots(self, harness: Harness, slots: list[int], message: str) -> None:
         self.refuse(harness, lambda _: {"slot_mapping": np.array(slots)}, ValueError, message)
 
-    def test_rows_that_overlap_the_cache(self, harness: Harness) -> None:
+    @pytest.mark.usefixtures("host_arrays")
+    def test_arrays_that_overlap(self, harness: Harness) -> None:
         (cache,) = harness.backend.allocate(CacheConfig(1, 2, 8, block_size=4), 4)
-        if not isinstance(cache.k, np.ndarray):
-            pytest.skip("the memory of device arrays is not compared")
-        with pytest.raises(ValueError, match=r"k and cache\.k share memory"):
-            harness.backend.write(cache, cache.k[0], cache.v[0].copy(), np.arange(4))
+        cache.k[...] = cache.v[...] = 7
+        k, v = np.ones((2, 4, 2, 8), np.float32)
+        with pytest.raises(ValueError, match=r"^k and cache\.k share memory"):
+            harness.backend.write(cache, cache.k[0], v, np.arange(4))
+        with pytest.raises(ValueError, match=r"^v and cache\.k share memory"):
+            harness.backend.write(cache, k, cache.k[0], np.arange(4))
+        slots = cache.v.reshape(-1)[:8].view(np.int64)
+        slots[:] = range(4)
+        with pytest.raises(ValueError, match=r"^slot_mapping and cache\.v share memory"):
+            harness.backend.write(cache, k, v, slots)
+        same = LayerCache(cache.k, cache.k, "float32", 4, "NHD")
+        with pytest.raises(ValueError, match=r"^cache\.k and cache\.v share memory"):
+            harness.backend.write(same, k, v, np.arange(4))
+        assert (cache.k == 7).all()
+
+    @pytest.mark.parametrize("name", ["k", "v"])
+    @pytest.mark.usefixtures("host_arrays")
+    def test_read_only_storage(self, harness: Harness, name: str) -> None:
+        """The other array of the cache must not have been written when this one is refused."""
+        (cache,) = harness.backend.allocate(CacheConfig(1, 2, 8, 5, block_size=4), 4)
+        cache.k[...] = cache.v[...] = 7
+        getattr(cache, name).flags.writeable = False
+        k, v = np.ones((4, 2, 8), np.float32), np.ones((4, 2, 5), np.float32)
+        for call in (
+            lambda: harness.backend.write(cache, k, v, np.arange(4)),
+            lambda: harness.backend.copy_blocks([cache], np.array([[0, 1]], np.int32)),
+        ):
+            with pytest.raises(ValueError, match=rf"^cache\.{name}: the array is read-only"):
+                call()
+        assert (cache.k == 7).all()
+        assert (cache.v == 7).all()
 
 
 class TestCopyBlocks:
@@ -407,6 +468,44 @@ class TestAllocate:
         else:
             with pytest.raises(ValueError, match=f"block_size is {block_size}: supported are "):
                 harness.backend.allocate(config, 2)
+
+
+@pytest.mark.usefixtures("host_arrays")
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        (lambda array: array[..., ::2], "axis 3 has a stride of 8 bytes, expected 4"),
+        (lambda array: array[::-1], "axis 0 has a stride of -256 bytes, expected at least 32"),
+        (lambda array: array[:, :, ::-1], "axis 2 has a stride of -32 bytes, expected at least 32"),
+        (
+            lambda array: np.broadcast_to(array[:1], array.shape),
+            "axis 0 has a stride of 0 bytes, expected at",
+        ),
+        (
+            lambda array: np.lib.stride_tricks.as_strided(array, strides=(64, 64, 32, 4)),
+            "axis 1 has a stride of 64 bytes, expected at least 192",
+        ),
+        (misaligned, "the array is misaligned, expected elements at multiples of 4 bytes"),
+    ],
+    ids=["elements apart", "blocks backwards", "heads backwards", "one block", "overlapping", "misaligned"],
+)
+def test_storage_that_backends_do_not_take(harness: Harness, name: str, view, message: str) -> None:
+    arrays = {"k": np.zeros((3, 4, 2, 8), np.float32), "v": np.zeros((3, 4, 2, 8), np.float32)}
+    arrays[name] = view(arrays[name])
+    cache = LayerCache(**arrays, dtype="float32", block_size=4, layout="NHD")
+    k, v = (np.ones((1, 2, array.shape[3]), np.float32) for array in arrays.values())
+    q, one = np.ones((1, 2, k.shape[2]), np.float32), np.array([1], np.int32)
+    for call in (
+        lambda: harness.backend.write(cache, k, v, np.array([0])),
+        lambda: harness.backend.attend(cache, q, one[None], one, np.array([0, 1], np.int32)),
+        lambda: harness.backend.gather(cache, one, 1),
+        lambda: harness.backend.copy_blocks([cache], np.array([[1, 2]], np.int32)),
+    ):
+        with pytest.raises(ValueError, match=rf"^cache\.{name}: {message}"):
+            call()
+    assert not cache.k.any()
+    assert not cache.v.any()
 
 
 def test_pool_of_another_block_size(harness: Harness) -> None:

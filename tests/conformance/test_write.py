@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conformance.harness import Harness
-from conformance.scene import element, fill, load, snapshot, store
+from conformance.scene import element, fill, load, misaligned, snapshot, store
 from kvblocks.config import CacheConfig
 from kvblocks.layout import LayerCache
 
@@ -113,6 +113,39 @@ def test_strided_rows_equal_their_copy(harness: Harness, dtype: str, layout: str
         cache = make_cache(harness, dtype=dtype, layout=layout)
         write(harness, cache, view, np.repeat(v, 2, axis=0)[::2], np.repeat(slots, 2)[::2])
         assert snapshot(harness, cache) == snapshot(harness, reference_cache)
+
+
+@pytest.mark.usefixtures("host_arrays")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_misaligned_rows_equal_their_copy(harness: Harness, dtype: str) -> None:
+    k, v = make_rows(5)
+    slots = np.array([9, 2, 17, 4, 5])
+    expected, cache = make_cache(harness, dtype=dtype), make_cache(harness, dtype=dtype)
+    write(harness, expected, k, v, slots)
+    write(harness, cache, misaligned(k), misaligned(v), misaligned(slots))
+    assert snapshot(harness, cache) == snapshot(harness, expected)
+
+
+@pytest.mark.usefixtures("host_arrays")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda pool: (pool[0], pool[1]),
+        lambda pool: pool.reshape(6, 2, *pool.shape[2:]).transpose(1, 0, 2, 3, 4),
+        lambda pool: pool.reshape(*pool.shape[1:4], 2, pool.shape[4]).transpose(3, 0, 1, 2, 4),
+        lambda pool: pool.reshape(*pool.shape[1:3], 2, *pool.shape[3:]).transpose(2, 0, 1, 3, 4),
+        lambda pool: pool.transpose(0, 3, 2, 1, 4).reshape(2, *(pool.shape[axis] for axis in (1, 2, 3, 4))),
+    ],
+    ids=["apart", "by block", "by row", "by the middle", "axes in another order"],
+)
+def test_engines_pools_of_k_and_v(harness: Harness, layout: str, split) -> None:
+    """However K and V lie in one pool, as long as they do not overlap."""
+    middle = (4, 2) if layout == "NHD" else (2, 4)
+    k_array, v_array = split(harness.to_device(np.full((2, 6, *middle, 8), np.nan, np.float32)))
+    cache = LayerCache(k_array, v_array, "float32", 4, layout)
+    k, _ = make_rows(3)
+    check_write(harness, cache, k, k + 1, [0, 9, 23])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,6 @@ import pytest
 
 from kvblocks.backends import BACKENDS, get_backend
 from kvblocks.config import CacheConfig
-from kvblocks.layout import LayerCache
 
 
 def test_by_name_by_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,28 +57,3 @@ def test_numpy_rounds_once_from_float64() -> None:
 class TestCpu:
     def test_by_name(self) -> None:
         assert get_backend("cpu").name == "cpu"
-
-    @pytest.mark.parametrize("name", ["k", "v"])
-    @pytest.mark.parametrize(
-        ("view", "message"),
-        [
-            (lambda array: array[..., ::2], "axis 3 has a stride of 8 bytes, expected 4"),
-            (lambda array: array[::-1], r"axis 0 has a stride of -\d+ bytes, expected a multiple of 4"),
-        ],
-    )
-    def test_strides_that_the_kernels_do_not_take(self, name: str, view, message: str) -> None:
-        backend = get_backend("cpu")
-        arrays = {"k": np.zeros((3, 4, 2, 8), np.float32), "v": np.zeros((3, 4, 2, 8), np.float32)}
-        arrays[name] = view(arrays[name])
-        cache = LayerCache(**arrays, dtype="float32", block_size=4, layout="NHD")
-        k, v = (np.ones((1, 2, array.shape[3]), np.float32) for array in arrays.values())
-        table = np.array([1], np.int32)
-        for call in (
-            lambda: backend.write(cache, k, v, np.array([0])),
-            lambda: backend.gather(cache, table, 1),
-            lambda: backend.copy_blocks([cache], np.array([[1, 2]], np.int32)),
-        ):
-            with pytest.raises(ValueError, match=rf"cache\.{name}: {message}"):
-                call()
-        assert not cache.k.any()
-        assert not cache.v.any()

@@ -2,12 +2,18 @@
 
 Owns the protocol `Backend` and `Supported`. Imports config and layout.
 Invariant: a backend never decides a block id, and every method checks all of its arguments (shapes, dtypes,
-and on host arrays also values) before it writes anything.
+and on host arrays also values, alignment, overlap and whether they can be written) before it writes anything.
 
 Shared meaning of the arguments, for every method:
 
-- dtypes: K, V, Q and `out` are float32, float16, or uint16, which always means bfloat16 bits. Any strides are
-  accepted. A cache of another dtype than K and V rounds to nearest even.
+- dtypes: K, V, Q and `out` are float32, float16, or uint16, which always means bfloat16 bits. A cache of
+  another dtype than K and V rounds to nearest even.
+- strides: arguments may have any, and inputs may be misaligned; `out` and `lse` must be aligned. The arrays of a
+  cache are aligned, with contiguous rows (the last axis), and their other axes, in any order, each step over all
+  that the narrower ones cover: positive strides, no overlap. Views of a larger pool are fine.
+- sharing: what a call writes shares no memory with its other arguments, nor K of a cache with V in a write.
+- precision: `numpy` computes in float64, the others in float32, where a logit (q.k, its scale and its slope
+  included) beyond the range of float32 is infinite. scale and soft_cap are normal float32 numbers, scale also 0.
 - slot: block_id * block_size + offset, in int64. A slot of -1 is skipped; any other negative slot, a slot
   beyond the storage and a slot named twice are ValueErrors.
 - block tables: int32 [n, max_blocks], read only in the columns that the visible keys of a row need; the rest
@@ -91,8 +97,8 @@ class Backend(Protocol):
         [num_q_heads]; a sink of -inf is none. lse is the natural log of the denominator, the sink included:
         of states to be merged, give the sinks to one only.
 
-        Rows of seq_len 0, and queries of no row, give exactly 0 and -inf. A row with more queries than keys
-        is a ValueError otherwise.
+        Rows of seq_len 0, queries of no row, and queries whose logits are all -inf, a sink included, give
+        exactly 0 and -inf. A row with more queries than keys is a ValueError otherwise.
         """
 
     def copy_blocks(self, caches: Sequence[LayerCache], copies: Array) -> None:

@@ -1,7 +1,8 @@
 """Argument checks shared by the backends that take host arrays.
 
 Owns one function per method of `Backend`. Imports config, layout and backends.base.
-Invariant: nothing is written and nothing is cast here; what passes can be computed without a further check.
+Invariant: nothing is written and nothing is cast here; what passes can be computed without a further check, and
+every array that will be written can be.
 """
 
 import math
@@ -16,6 +17,8 @@ from kvblocks.config import CacheConfig, as_integer
 from kvblocks.layout import LayerCache, dtype_name
 
 _INT32_MAX = 2**31 - 1
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class AttendArgs(NamedTuple):
@@ -23,6 +26,7 @@ class AttendArgs(NamedTuple):
 
     scale: float
     window: int | None
+    soft_cap: float | None
     out: NDArray[Any]
 
 
@@ -45,7 +49,7 @@ def check_write(
     slot_mapping: NDArray[np.int64],
 ) -> None:
     """Check the arguments of `write`."""
-    _cache(supported, cache)
+    _cache(supported, cache, written=True)
     for name, array, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
         _floats(name, array, supported.q_dtypes)
         _shape(name, array, (("num_tokens", None), ("num_kv_heads", cache.num_kv_heads), ("head_dim", dim)))
@@ -64,7 +68,9 @@ def check_write(
         )
     written = np.flatnonzero(slot_mapping >= 0)
     _distinct("slot_mapping", "slot", slot_mapping[written], written)
-    _apart((("k", k), ("v", v)), (("cache.k", cache.k), ("cache.v", cache.v)))
+    stored = (("cache.k", cache.k), ("cache.v", cache.v))
+    _apart((("k", k), ("v", v), ("slot_mapping", slot_mapping)), stored)
+    _apart(stored[:1], stored[1:])
 
 
 def check_attend(
@@ -104,14 +110,19 @@ def check_attend(
     for feature, value in features:
         if value is not None:
             _listed("feature", feature, tuple(sorted(supported.features)))
-    if scale is None:
-        scale = 1.0 / math.sqrt(cache.head_dim)
-    elif _is_not_finite(scale):
-        raise ValueError(f"scale is {scale!r}: expected a finite number")
-    if window is not None and (as_integer(window) is None or window < 1):
+    factor = 1.0 / math.sqrt(cache.head_dim) if scale is None else _float32(scale)
+    if factor is None:
+        raise ValueError(f"scale is {scale!r}: expected 0 or a normal float32 number")
+    cap = None if soft_cap is None else _float32(soft_cap)
+    if soft_cap is not None and (cap is None or cap <= 0):
+        raise ValueError(
+            f"soft_cap is {soft_cap!r}: expected a normal float32 number > 0, or None for no cap"
+        )
+    width = None if window is None else as_integer(window)
+    if window is not None and (width is None or width < 1):
         raise ValueError(f"window is {window!r}: expected an integer >= 1, or None for no window")
-    if soft_cap is not None and (_is_not_finite(soft_cap) or soft_cap <= 0):
-        raise ValueError(f"soft_cap is {soft_cap!r}: expected a finite number > 0, or None for no cap")
+    if width is not None:
+        width = min(width, _INT32_MAX)  # lengths are int32, so a wider one sees everything too
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is None:
             continue
@@ -128,11 +139,12 @@ def check_attend(
         if out.dtype != q.dtype:
             raise TypeError(f"out: dtype {out.dtype}, q has {q.dtype}")
         _shape("out", out, out_shape)
-        _writeable("out", out)
+        _result("out", out)
     if lse is not None:
         _numbers("lse", lse, np.float32)
         _shape("lse", lse, out_shape[:2])
-        _writeable("lse", lse)
+        _result("lse", lse)
+    _check_rows(cache, num_tokens, block_tables, seq_lens, query_start_loc, width)
     _apart(
         (("out", out), ("lse", lse)),
         (
@@ -141,22 +153,25 @@ def check_attend(
             ("cache.v", cache.v),
             ("sinks", sinks),
             ("alibi_slopes", alibi_slopes),
+            ("block_tables", block_tables),
+            ("seq_lens", seq_lens),
+            ("query_start_loc", query_start_loc),
         ),
     )
     _apart((("out", out),), (("lse", lse),))
-
-    _check_rows(cache, num_tokens, block_tables, seq_lens, query_start_loc, window)
     if out is None:
         out = np.empty((num_tokens, num_q_heads, cache.head_dim_v), q.dtype)
-    return AttendArgs(float(scale), None if window is None else int(window), out)
+    return AttendArgs(factor, width, cap, out)
 
 
 def check_copies(supported: Supported, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
     """Check the arguments of `copy_blocks`."""
     for cache in caches:
-        _cache(supported, cache)
+        _cache(supported, cache, written=True)
     _numbers("copies", copies, np.int32)
     _shape("copies", copies, (("num_copies", None), ("src, dst", 2)))
+    for cache in caches:
+        _apart((("copies", copies),), (("cache.k", cache.k), ("cache.v", cache.v)))
     if len(copies) == 0 or len(caches) == 0:
         return
     num_blocks = min(cache.num_blocks for cache in caches)
@@ -279,11 +294,15 @@ def _check_rows(
         )
 
 
-def _cache(supported: Supported, cache: LayerCache) -> None:
+def _cache(supported: Supported, cache: LayerCache, *, written: bool = False) -> None:
     if not isinstance(cache, LayerCache):
         raise TypeError(f"cache: {type(cache).__name__}, expected a LayerCache")
-    _array("cache.k", cache.k)
-    _array("cache.v", cache.v)
+    for name, array in (("cache.k", cache.k), ("cache.v", cache.v)):
+        _array(name, array)
+        _aligned(name, array)
+        _nested(name, array)
+        if written:
+            _writeable(name, array)
     _listed("dtype", cache.dtype, supported.kv_dtypes)
     _listed("layout", cache.layout, supported.layouts)
     _listed("head_dim", cache.head_dim, supported.head_dims)
@@ -323,9 +342,40 @@ def _shape(name: str, array: NDArray[Any], axes: tuple[tuple[str, int | None], .
             raise ValueError(f"{name}: axis {number} ({axis}) is {array.shape[number]}, expected {size}")
 
 
+def _result(name: str, array: NDArray[Any]) -> None:
+    _aligned(name, array)
+    _writeable(name, array)
+
+
 def _writeable(name: str, array: NDArray[Any]) -> None:
     if not array.flags.writeable:
         raise ValueError(f"{name}: the array is read-only")
+
+
+def _aligned(name: str, array: NDArray[Any]) -> None:
+    if not array.flags.aligned:
+        raise ValueError(
+            f"{name}: the array is misaligned, expected elements at multiples of {array.itemsize} bytes"
+        )
+
+
+def _nested(name: str, array: NDArray[Any]) -> None:
+    """Refuse the storage of a cache unless its rows are contiguous and each axis steps over the narrower ones."""
+    if array.flags.c_contiguous:
+        return
+    sizes, strides = array.shape, array.strides
+    last = array.ndim - 1
+    if sizes[last] > 1 and strides[last] != array.itemsize:
+        raise ValueError(
+            f"{name}: axis {last} has a stride of {strides[last]} bytes, expected {array.itemsize}"
+        )
+    extent = sizes[last] * array.itemsize
+    for axis in sorted((axis for axis in range(last) if sizes[axis] > 1), key=strides.__getitem__):
+        if strides[axis] < extent:
+            raise ValueError(
+                f"{name}: axis {axis} has a stride of {strides[axis]} bytes, expected at least {extent}"
+            )
+        extent += (sizes[axis] - 1) * strides[axis]
 
 
 def _apart(
@@ -361,7 +411,14 @@ def _listed(field: str, value: object, allowed: Sequence[object] | None) -> None
     raise ValueError(f"{field} is {value!r}: supported are {', '.join(map(str, allowed))}")
 
 
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, (bool, np.bool_)) or not (
-        isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value)
-    )
+def _float32(value: object) -> float | None:
+    """A number whose float32 is 0 or normal, as a float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    if number == 0 or _SMALLEST_NORMAL <= abs(number) <= _LARGEST:
+        return number
+    return None

@@ -30,8 +30,6 @@ _SUPPORTED = Supported(
     layouts=LAYOUTS,
     features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse"}),
 )
-# Lengths are int32, so a wider window sees everything too.
-_WIDEST_WINDOW = 2**31 - 1
 
 
 class CpuBackend:
@@ -53,11 +51,14 @@ class CpuBackend:
     ) -> None:
         """See `Backend.write`."""
         check_write(_SUPPORTED, cache, k, v, slot_mapping)
-        slots = np.ascontiguousarray(slot_mapping)
-        parts = (_part("cache.k", cache.k, cache.k_nhd), _part("cache.v", cache.v, cache.v_nhd))
-        for (elements, geometry), rows in zip(parts, (k, v), strict=True):
-            rows = rows[: len(slots)]
-            cpu_write(elements, cache.dtype, geometry, _flat(rows), dtype_name(rows.dtype), slots)
+        slots = _plain(slot_mapping)
+        # Copies are made for both parts before the first is written, as they may run out of memory.
+        rows_k, rows_v = (_flat(rows[: len(slots)]) for rows in (k, v))
+        for array, nhd, rows, dtype in (
+            (cache.k, cache.k_nhd, rows_k, dtype_name(k.dtype)),
+            (cache.v, cache.v_nhd, rows_v, dtype_name(v.dtype)),
+        ):
+            cpu_write(_span(array), cache.dtype, _geometry(nhd), rows, dtype, slots)
 
     def attend(
         self,
@@ -76,7 +77,7 @@ class CpuBackend:
         lse: NDArray[np.float32] | None = None,
     ) -> NDArray[Any]:
         """See `Backend.attend`. Time O(num_q_heads * queries * visible keys), memory O(num_q_heads)."""
-        scale, window, out = check_attend(
+        scale, window, soft_cap, out = check_attend(
             _SUPPORTED,
             cache,
             q,
@@ -98,21 +99,21 @@ class CpuBackend:
             (_flat(q), dtype_name(q.dtype), q.shape[1]),
             (
                 cache.dtype,
-                _part("cache.k", cache.k, cache.k_nhd),
-                _part("cache.v", cache.v, cache.v_nhd),
+                (_span(cache.k), _geometry(cache.k_nhd)),
+                (_span(cache.v), _geometry(cache.v_nhd)),
             ),
             (
                 _flat(block_tables),
                 block_tables.shape[1],
-                np.ascontiguousarray(seq_lens),
-                np.ascontiguousarray(query_start_loc),
+                _plain(seq_lens),
+                _plain(query_start_loc),
             ),
             (
                 scale,
-                None if window is None else min(window, _WIDEST_WINDOW),
-                None if soft_cap is None else float(soft_cap),
-                None if sinks is None else np.ascontiguousarray(sinks),
-                None if alibi_slopes is None else np.ascontiguousarray(alibi_slopes),
+                window,
+                soft_cap,
+                None if sinks is None else _plain(sinks),
+                None if alibi_slopes is None else _plain(alibi_slopes),
             ),
             (_flat(out_buffer), None if lse_buffer is None else _flat(lse_buffer)),
         )
@@ -126,28 +127,20 @@ class CpuBackend:
         """See `Backend.copy_blocks`."""
         check_copies(_SUPPORTED, caches, copies)
         pairs = _flat(copies)
-        parts = [
-            (cache.dtype, _part(name, array, nhd))
-            for cache in caches
-            for name, array, nhd in (("cache.k", cache.k, cache.k_nhd), ("cache.v", cache.v, cache.v_nhd))
-        ]
-        for dtype, (elements, geometry) in parts:
-            cpu_copy_blocks(elements, dtype, geometry, pairs)
+        for cache in caches:
+            for array, nhd in ((cache.k, cache.k_nhd), (cache.v, cache.v_nhd)):
+                cpu_copy_blocks(_span(array), cache.dtype, _geometry(nhd), pairs)
 
     def gather(
         self, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.gather`."""
         check_gather(_SUPPORTED, cache, block_table, seq_len)
-        table = np.ascontiguousarray(block_table)
+        table = _plain(block_table)
         k = np.empty((seq_len, cache.num_kv_heads, cache.head_dim), np.float32)
         v = np.empty((seq_len, cache.num_kv_heads, cache.head_dim_v), np.float32)
-        for name, array, nhd, rows in (
-            ("cache.k", cache.k, cache.k_nhd, k),
-            ("cache.v", cache.v, cache.v_nhd, v),
-        ):
-            elements, geometry = _part(name, array, nhd)
-            cpu_gather(elements, cache.dtype, geometry, table, int(seq_len), _flat(rows))
+        for array, nhd, rows in ((cache.k, cache.k_nhd, k), (cache.v, cache.v_nhd, v)):
+            cpu_gather(_span(array), cache.dtype, _geometry(nhd), table, int(seq_len), _flat(rows))
         return k, v
 
     def merge_states(
@@ -170,31 +163,35 @@ class CpuBackend:
         return out, lse
 
 
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    """The array itself if a kernel can read it where it is, else a copy."""
+    return np.ascontiguousarray(array) if array.flags.aligned else array.copy()
+
+
 def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    """A contiguous array as one axis (a view), any other as a copy; float16 as its uint16 bits."""
-    return _bits(np.ascontiguousarray(array).reshape(-1))
+    """A plain array as one axis (a view), any other as a copy; float16 as its uint16 bits."""
+    return _bits(_plain(array).reshape(-1))
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:
     return array.view(np.uint16) if array.dtype == np.float16 else array
 
 
-def _part(name: str, array: NDArray[Any], nhd: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...]]:
-    """K or V as the one-axis view from its first to its last element, and its geometry in elements."""
-    itemsize = array.itemsize
-    for axis, stride in enumerate(array.strides):
-        if stride < 0 or stride % itemsize or (axis == 3 and stride != itemsize):
-            raise ValueError(
-                f"{name}: axis {axis} has a stride of {stride} bytes, expected "
-                f"{itemsize if axis == 3 else f'a multiple of {itemsize}'}"
-            )
+def _span(array: NDArray[Any]) -> NDArray[Any]:
+    """K or V as the one-axis view from its first to its last element; float16 as its uint16 bits."""
     if array.flags.c_contiguous:
-        elements = array.reshape(-1)
-    else:
-        span = (
-            1
-            + sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
-            // itemsize
-        )
-        elements = np.lib.stride_tricks.as_strided(array, (span,), (itemsize,))
-    return _bits(elements), (*(stride // itemsize for stride in nhd.strides[:3]), *nhd.shape)
+        return _bits(array.reshape(-1))
+    itemsize = array.itemsize
+    num_elements = 1 + sum(
+        (size - 1) * stride // itemsize for size, stride in zip(array.shape, array.strides, strict=True)
+    )
+    return _bits(np.lib.stride_tricks.as_strided(array, (num_elements,), (itemsize,)))
+
+
+def _geometry(nhd: NDArray[Any]) -> tuple[int, ...]:
+    """Strides and sizes of K or V for the kernels, in elements; an axis of one entry needs no stride."""
+    steps = (
+        stride // nhd.itemsize if size > 1 else 0
+        for size, stride in zip(nhd.shape[:3], nhd.strides[:3], strict=True)
+    )
+    return (*steps, *nhd.shape)

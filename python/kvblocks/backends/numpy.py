@@ -80,7 +80,7 @@ class NumpyBackend:
         lse: NDArray[np.float32] | None = None,
     ) -> NDArray[Any]:
         """See `Backend.attend`. Time and memory O(num_q_heads * queries * keys), one sequence at a time."""
-        scale, window, out = check_attend(
+        scale, window, soft_cap, out = check_attend(
             _SUPPORTED,
             cache,
             q,
