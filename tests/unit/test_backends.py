@@ -1,9 +1,13 @@
-"""Choosing a backend, and what the NumPy backend promises beyond the contract."""
+"""Choosing a backend, what the NumPy backend promises beyond the contract, and which calls wait for which."""
+
+import os
+import threading
 
 import numpy as np
 import pytest
 
-from kvblocks.backends import BACKENDS, get_backend
+from kvblocks.backends import BACKENDS, calls, get_backend
+from kvblocks.backends.calls import holding
 from kvblocks.config import CacheConfig
 
 
@@ -57,3 +61,62 @@ def test_numpy_rounds_once_from_float64() -> None:
 class TestCpu:
     def test_by_name(self) -> None:
         assert get_backend("cpu").name == "cpu"
+
+
+class TestHolding:
+    pool = np.zeros((4, 2, 8))
+    even, odd, rest = pool[:2:2], pool[1:2], pool[2:]
+
+    def test_what_does_not_collide_does_not_wait(self) -> None:
+        with (
+            holding(reads=[self.even], writes=[self.rest, None]),
+            holding(reads=[self.even], writes=[self.odd]),
+            holding(reads=[], writes=[np.zeros(3)]),
+        ):
+            pass
+
+    @pytest.mark.parametrize(
+        ("first", "second"), [("reads", "writes"), ("writes", "reads"), ("writes", "writes")]
+    )
+    def test_what_collides_waits(self, first: str, second: str) -> None:
+        order: list[str] = []
+
+        def call() -> None:
+            with holding(**{"reads": [], "writes": []} | {second: [self.pool]}):
+                order.append("second")
+
+        thread = threading.Thread(target=call)
+        with holding(**{"reads": [], "writes": []} | {first: [self.rest]}):
+            thread.start()
+            while len(calls._calls) < 2:
+                pass
+            order.append("first")
+        thread.join()
+        assert order == ["first", "second"]
+
+    def test_an_error_lets_the_next_one_in(self) -> None:
+        for _ in range(2):
+            with pytest.raises(KeyError), holding(reads=[], writes=[self.pool]):
+                raise KeyError
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
+    def test_a_forked_child_does_not_wait_for_its_parents_threads(self) -> None:
+        entered, leave = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with holding(reads=[], writes=[self.pool]):
+                entered.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert entered.wait(60)
+        pid = os.fork()
+        if pid == 0:
+            with holding(reads=[], writes=[self.pool]):
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        leave.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(status) == 0

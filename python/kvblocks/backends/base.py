@@ -20,6 +20,8 @@ Shared meaning of the arguments, for every method:
   may hold anything.
 - null block: backends know none. A manager that reserves a block never names it in a slot mapping or as the
   destination of a copy, so its bytes are never written.
+- threads: any thread may call. Calls that touch the same memory, unless all of them only read it, run one after the
+  other in the order in which they came; so a call sees a cache as whole calls left it, and waiting is no error.
 - errors: TypeError or ValueError that names the argument, the axis and both numbers, or the row.
 """
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvblocks._core import cpu_attend, cpu_copy_blocks, cpu_gather, cpu_merge_states, cpu_write
 from kvblocks.backends.base import Supported
+from kvblocks.backends.calls import holding
 from kvblocks.backends.checks import (
     check_attend,
     check_config,
@@ -51,14 +52,15 @@ class CpuBackend:
     ) -> None:
         """See `Backend.write`."""
         check_write(_SUPPORTED, cache, k, v, slot_mapping)
-        slots = _plain(slot_mapping)
-        # Copies are made for both parts before the first is written, as they may run out of memory.
-        rows_k, rows_v = (_flat(rows[: len(slots)]) for rows in (k, v))
-        for array, nhd, rows, dtype in (
-            (cache.k, cache.k_nhd, rows_k, dtype_name(k.dtype)),
-            (cache.v, cache.v_nhd, rows_v, dtype_name(v.dtype)),
-        ):
-            cpu_write(_span(array), cache.dtype, _geometry(nhd), rows, dtype, slots)
+        with holding(reads=(k, v, slot_mapping), writes=(cache.k, cache.v)):
+            slots = _plain(slot_mapping)
+            # Copies are made for both parts before the first is written, as they may run out of memory.
+            rows_k, rows_v = (_flat(rows[: len(slots)]) for rows in (k, v))
+            for array, nhd, rows, dtype in (
+                (cache.k, cache.k_nhd, rows_k, dtype_name(k.dtype)),
+                (cache.v, cache.v_nhd, rows_v, dtype_name(v.dtype)),
+            ):
+                cpu_write(_span(array), cache.dtype, _geometry(nhd), rows, dtype, slots)
 
     def attend(
         self,
@@ -92,55 +94,59 @@ class CpuBackend:
             out=out,
             lse=lse,
         )
-        # Where a result may not be contiguous, the kernel fills a buffer that is copied over.
-        out_buffer = np.ascontiguousarray(out)
-        lse_buffer = None if lse is None else np.ascontiguousarray(lse)
-        cpu_attend(
-            (_flat(q), dtype_name(q.dtype), q.shape[1]),
-            (
-                cache.dtype,
-                (_span(cache.k), _geometry(cache.k_nhd)),
-                (_span(cache.v), _geometry(cache.v_nhd)),
-            ),
-            (
-                _flat(block_tables),
-                block_tables.shape[1],
-                _plain(seq_lens),
-                _plain(query_start_loc),
-            ),
-            (
-                scale,
-                window,
-                soft_cap,
-                None if sinks is None else _plain(sinks),
-                None if alibi_slopes is None else _plain(alibi_slopes),
-            ),
-            (_flat(out_buffer), None if lse_buffer is None else _flat(lse_buffer)),
-        )
-        if out_buffer is not out:
-            out[...] = out_buffer
-        if lse is not None and lse_buffer is not None and lse_buffer is not lse:
-            lse[...] = lse_buffer
+        reads = (q, cache.k, cache.v, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes)
+        with holding(reads=reads, writes=(out, lse)):
+            # Where a result may not be contiguous, the kernel fills a buffer that is copied over.
+            out_buffer = np.ascontiguousarray(out)
+            lse_buffer = None if lse is None else np.ascontiguousarray(lse)
+            cpu_attend(
+                (_flat(q), dtype_name(q.dtype), q.shape[1]),
+                (
+                    cache.dtype,
+                    (_span(cache.k), _geometry(cache.k_nhd)),
+                    (_span(cache.v), _geometry(cache.v_nhd)),
+                ),
+                (
+                    _flat(block_tables),
+                    block_tables.shape[1],
+                    _plain(seq_lens),
+                    _plain(query_start_loc),
+                ),
+                (
+                    scale,
+                    window,
+                    soft_cap,
+                    None if sinks is None else _plain(sinks),
+                    None if alibi_slopes is None else _plain(alibi_slopes),
+                ),
+                (_flat(out_buffer), None if lse_buffer is None else _flat(lse_buffer)),
+            )
+            if out_buffer is not out:
+                out[...] = out_buffer
+            if lse is not None and lse_buffer is not None and lse_buffer is not lse:
+                lse[...] = lse_buffer
         return out
 
     def copy_blocks(self, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
         """See `Backend.copy_blocks`."""
         check_copies(_SUPPORTED, caches, copies)
-        pairs = _flat(copies)
-        for cache in caches:
-            for array, nhd in ((cache.k, cache.k_nhd), (cache.v, cache.v_nhd)):
-                cpu_copy_blocks(_span(array), cache.dtype, _geometry(nhd), pairs)
+        with holding(reads=[copies], writes=[array for cache in caches for array in (cache.k, cache.v)]):
+            pairs = _flat(copies)
+            for cache in caches:
+                for array, nhd in ((cache.k, cache.k_nhd), (cache.v, cache.v_nhd)):
+                    cpu_copy_blocks(_span(array), cache.dtype, _geometry(nhd), pairs)
 
     def gather(
         self, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.gather`."""
         check_gather(_SUPPORTED, cache, block_table, seq_len)
-        table = _plain(block_table)
-        k = np.empty((seq_len, cache.num_kv_heads, cache.head_dim), np.float32)
-        v = np.empty((seq_len, cache.num_kv_heads, cache.head_dim_v), np.float32)
-        for array, nhd, rows in ((cache.k, cache.k_nhd, k), (cache.v, cache.v_nhd, v)):
-            cpu_gather(_span(array), cache.dtype, _geometry(nhd), table, int(seq_len), _flat(rows))
+        with holding(reads=(cache.k, cache.v, block_table), writes=()):
+            table = _plain(block_table)
+            k = np.empty((seq_len, cache.num_kv_heads, cache.head_dim), np.float32)
+            v = np.empty((seq_len, cache.num_kv_heads, cache.head_dim_v), np.float32)
+            for array, nhd, rows in ((cache.k, cache.k_nhd, k), (cache.v, cache.v_nhd, v)):
+                cpu_gather(_span(array), cache.dtype, _geometry(nhd), table, int(seq_len), _flat(rows))
         return k, v
 
     def merge_states(
@@ -153,13 +159,14 @@ class CpuBackend:
         """See `Backend.merge_states`."""
         check_merge(_SUPPORTED, out_a, lse_a, out_b, lse_b)
         out, lse = np.empty(out_a.shape, out_a.dtype), np.empty(lse_a.shape, np.float32)
-        cpu_merge_states(
-            (_flat(out_a), _flat(lse_a)),
-            (_flat(out_b), _flat(lse_b)),
-            dtype_name(out_a.dtype),
-            out_a.shape[2],
-            (_flat(out), _flat(lse)),
-        )
+        with holding(reads=(out_a, lse_a, out_b, lse_b), writes=()):
+            cpu_merge_states(
+                (_flat(out_a), _flat(lse_a)),
+                (_flat(out_b), _flat(lse_b)),
+                dtype_name(out_a.dtype),
+                out_a.shape[2],
+                (_flat(out), _flat(lse)),
+            )
         return out, lse
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvblocks.backends.base import Supported
+from kvblocks.backends.calls import holding
 from kvblocks.backends.checks import (
     check_attend,
     check_config,
@@ -56,11 +57,12 @@ class NumpyBackend:
     ) -> None:
         """See `Backend.write`."""
         check_write(_SUPPORTED, cache, k, v, slot_mapping)
-        rows = np.flatnonzero(slot_mapping >= 0)
-        block, offset = np.divmod(slot_mapping[rows], cache.block_size)
-        k_rows, v_rows = convert(k[rows], cache.dtype), convert(v[rows], cache.dtype)
-        cache.k_nhd[block, offset] = k_rows
-        cache.v_nhd[block, offset] = v_rows
+        with holding(reads=(k, v, slot_mapping), writes=(cache.k, cache.v)):
+            rows = np.flatnonzero(slot_mapping >= 0)
+            block, offset = np.divmod(slot_mapping[rows], cache.block_size)
+            k_rows, v_rows = convert(k[rows], cache.dtype), convert(v[rows], cache.dtype)
+            cache.k_nhd[block, offset] = k_rows
+            cache.v_nhd[block, offset] = v_rows
 
     @_data_may_be_anything
     def attend(
@@ -95,40 +97,43 @@ class NumpyBackend:
             out=out,
             lse=lse,
         )
-        dtype = dtype_name(q.dtype)
-        queries = to_float32(q).astype(np.float64) * scale
-        out.fill(0)
-        if lse is not None:
-            lse.fill(-np.inf)
-        for row, num_keys in enumerate(seq_lens.tolist()):
-            first, last = int(query_start_loc[row]), int(query_start_loc[row + 1])
-            if first == last or num_keys == 0:
-                continue
-            positions = np.arange(num_keys - (last - first), num_keys)
-            first_key = 0 if window is None else max(0, int(positions[0]) + 1 - window)
-            table = block_tables[row]
-            result, log_denominator = _attend_row(
-                queries[first:last],
-                _read(cache.k_nhd, cache.block_size, table, first_key, num_keys).astype(np.float64),
-                _read(cache.v_nhd, cache.block_size, table, first_key, num_keys).astype(np.float64),
-                positions - first_key,
-                window,
-                soft_cap,
-                sinks,
-                alibi_slopes,
-            )
-            out[first:last] = from_float32(result.astype(np.float32), dtype)
+        reads = (q, cache.k, cache.v, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes)
+        with holding(reads=reads, writes=(out, lse)):
+            dtype = dtype_name(q.dtype)
+            queries = to_float32(q).astype(np.float64) * scale
+            out.fill(0)
             if lse is not None:
-                lse[first:last] = log_denominator
+                lse.fill(-np.inf)
+            for row, num_keys in enumerate(seq_lens.tolist()):
+                first, last = int(query_start_loc[row]), int(query_start_loc[row + 1])
+                if first == last or num_keys == 0:
+                    continue
+                positions = np.arange(num_keys - (last - first), num_keys)
+                first_key = 0 if window is None else max(0, int(positions[0]) + 1 - window)
+                table = block_tables[row]
+                result, log_denominator = _attend_row(
+                    queries[first:last],
+                    _read(cache.k_nhd, cache.block_size, table, first_key, num_keys).astype(np.float64),
+                    _read(cache.v_nhd, cache.block_size, table, first_key, num_keys).astype(np.float64),
+                    positions - first_key,
+                    window,
+                    soft_cap,
+                    sinks,
+                    alibi_slopes,
+                )
+                out[first:last] = from_float32(result.astype(np.float32), dtype)
+                if lse is not None:
+                    lse[first:last] = log_denominator
         return out
 
     def copy_blocks(self, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
         """See `Backend.copy_blocks`."""
         check_copies(_SUPPORTED, caches, copies)
-        src, dst = copies.T
-        for cache in caches:
-            cache.k[dst] = cache.k[src]
-            cache.v[dst] = cache.v[src]
+        with holding(reads=[copies], writes=[array for cache in caches for array in (cache.k, cache.v)]):
+            src, dst = copies.T
+            for cache in caches:
+                cache.k[dst] = cache.k[src]
+                cache.v[dst] = cache.v[src]
 
     @_data_may_be_anything
     def gather(
@@ -136,8 +141,9 @@ class NumpyBackend:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.gather`."""
         check_gather(_SUPPORTED, cache, block_table, seq_len)
-        k = _read(cache.k_nhd, cache.block_size, block_table, 0, seq_len)
-        v = _read(cache.v_nhd, cache.block_size, block_table, 0, seq_len)
+        with holding(reads=(cache.k, cache.v, block_table), writes=()):
+            k = _read(cache.k_nhd, cache.block_size, block_table, 0, seq_len)
+            v = _read(cache.v_nhd, cache.block_size, block_table, 0, seq_len)
         return np.ascontiguousarray(k), np.ascontiguousarray(v)
 
     @_data_may_be_anything
@@ -150,12 +156,13 @@ class NumpyBackend:
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """See `Backend.merge_states`."""
         check_merge(_SUPPORTED, out_a, lse_a, out_b, lse_b)
-        lse = np.logaddexp(lse_a.astype(np.float64), lse_b.astype(np.float64))
-        merged = np.zeros(out_a.shape, np.float64)
-        for out, part in ((out_a, lse_a), (out_b, lse_b)):
-            takes_part = part != -np.inf
-            weight = np.exp(part[takes_part] - lse[takes_part])
-            merged[takes_part] += weight[:, None] * to_float32(out)[takes_part]
+        with holding(reads=(out_a, lse_a, out_b, lse_b), writes=()):
+            lse = np.logaddexp(lse_a.astype(np.float64), lse_b.astype(np.float64))
+            merged = np.zeros(out_a.shape, np.float64)
+            for out, part in ((out_a, lse_a), (out_b, lse_b)):
+                takes_part = part != -np.inf
+                weight = np.exp(part[takes_part] - lse[takes_part])
+                merged[takes_part] += weight[:, None] * to_float32(out)[takes_part]
         return from_float32(merged.astype(np.float32), dtype_name(out_a.dtype)), lse.astype(np.float32)
 
 
