@@ -2,17 +2,18 @@
 
 Owns `PagedKVCache`. Imports batch, backends, config and the core; the only module where the allocator meets
 tensors. Invariant: the manager decides which block, the caller decides when, the backend moves the bytes. A
-step's copies are made before `schedule` returns, so nothing can be written in between.
+step's copies are made before `schedule` returns, so nothing can be written in between. Any thread may call, but a
+step belongs to one at a time: `write` and `attend` read the arrays that the next `schedule` fills anew.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvblocks._core import BlockManager, Scheduled
 from kvblocks.backends import Backend, get_backend
 from kvblocks.batch import Step
-from kvblocks.config import CacheConfig, parse_memory
+from kvblocks.config import CacheConfig, as_integer, parse_memory
 from kvblocks.layout import Array, LayerCache
 
 if TYPE_CHECKING:
@@ -21,14 +22,19 @@ if TYPE_CHECKING:
     from kvblocks._core import _Counts, _Handles, _ScheduleOptions
 
 
+# Tables wide enough for the whole of a huge pool would take gigabytes.
+_DEFAULT_MAX_TOKENS_PER_SEQ: Final = 131_072
+
+
 class PagedKVCache:
     """Paged K/V of all layers of one model, allocated by `manager`, indexed by `step`, moved by `backend`.
 
     num_blocks: blocks of storage, the null block included; or memory: bytes or "8GiB", of which whole blocks
     are used. Give one of the two. backend: a name, a Backend, or None for the environment's choice. max_seqs,
-    max_tokens, max_blocks_per_seq: sizes of the step. The rest is the block manager's. The cache owns the
-    storage, its contents undefined at first. Raises ValueError for sizes out of range and a backend that is
-    unknown or refuses the config.
+    max_tokens, max_blocks_per_seq: sizes of the step; the last defaults to the blocks of the whole pool or of
+    131,072 tokens, whichever is less. The rest is the block manager's. The cache owns the storage, its contents
+    undefined at first. Raises ValueError for sizes out of range and a backend that is unknown or refuses the
+    config.
     """
 
     def __init__(
@@ -45,18 +51,24 @@ class PagedKVCache:
         max_tokens: int = 8192,
         max_blocks_per_seq: int | None = None,
     ) -> None:
-        if (num_blocks is None) == (memory is None):
-            raise ValueError("give num_blocks or memory, one of the two")
-        if num_blocks is None:
-            num_bytes = parse_memory(memory or 0)
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"config: {type(config).__name__}, expected a CacheConfig")
+        if num_blocks is None and memory is not None:
+            num_bytes = parse_memory(memory)
             num_blocks = num_bytes // config.bytes_per_block
             if num_blocks < 2:
                 raise ValueError(
                     f"memory is {num_bytes} bytes, expected at least two blocks of "
                     f"{config.bytes_per_block} bytes"
                 )
+        elif num_blocks is None or memory is not None:
+            raise ValueError("give num_blocks or memory, one of the two")
+        if backend is None or isinstance(backend, str):
+            backend = get_backend(backend)
+        elif isinstance(backend, type) or not isinstance(backend, Backend):
+            raise TypeError(f"backend: {type(backend).__name__}, expected a name, a Backend or None")
         self.config = config
-        self.backend = get_backend(backend) if backend is None or isinstance(backend, str) else backend
+        self.backend = backend
         self.manager = BlockManager(
             num_blocks,
             config.block_size,
@@ -64,6 +76,9 @@ class PagedKVCache:
             watermark_blocks=watermark_blocks,
             seed=seed,
         )
+        if max_blocks_per_seq is None:
+            most = -(-_DEFAULT_MAX_TOKENS_PER_SEQ // config.block_size)
+            max_blocks_per_seq = min(self.manager.capacity_blocks, most)
         self.step = Step(
             self.manager,
             max_seqs=max_seqs,
@@ -83,7 +98,11 @@ class PagedKVCache:
         return self.num_blocks * self.config.bytes_per_block
 
     def schedule(self, handles: _Handles, num_new: _Counts, **options: Unpack[_ScheduleOptions]) -> Scheduled:
-        """Schedule a batch (see `Step.schedule`) and make its copies in all layers. O(tokens + copied bytes)."""
+        """Schedule a batch (see `Step.schedule`) and make its copies in all layers. O(tokens + copied bytes).
+
+        If the copies are interrupted, the batch is scheduled; `backend.copy_blocks(layers, step.copies)` makes
+        them again, which does no harm to those already made.
+        """
         scheduled = self.step.schedule(handles, num_new, **options)
         if scheduled.num_copies:
             self.backend.copy_blocks(self.layers, self.step.copies)
@@ -91,7 +110,7 @@ class PagedKVCache:
 
     def write(self, layer: int, k: Array, v: Array) -> None:
         """Store the step's K [num_tokens, num_kv_heads, head_dim] and V [.., head_dim_v] of a layer in their slots."""
-        self.backend.write(self.layers[layer], k, v, self.step.slot_mapping)
+        self.backend.write(self._layer(layer), k, v, self.step.slot_mapping)
 
     def attend(
         self,
@@ -113,7 +132,7 @@ class PagedKVCache:
         Returns [num_tokens, num_q_heads, head_dim_v]; write the layer's K and V first. See `Backend.attend`.
         """
         return self.backend.attend(
-            self.layers[layer],
+            self._layer(layer),
             q,
             self.step.block_tables,
             self.step.seq_lens,
@@ -129,5 +148,15 @@ class PagedKVCache:
 
     def gather(self, handle: int, layer: int) -> tuple[Array, Array]:
         """K and V of a sequence's computed tokens in one layer, contiguous float32 [num_computed, heads, dim]."""
+        cache = self._layer(layer)
         table = self.manager.block_table(handle)
-        return self.backend.gather(self.layers[layer], table, self.manager.sequence(handle).num_computed)
+        return self.backend.gather(cache, table, self.manager.sequence(handle).num_computed)
+
+    def _layer(self, layer: int) -> LayerCache:
+        number = as_integer(layer)
+        num_layers = len(self.layers)
+        if number is None or not 0 <= number < num_layers:
+            raise ValueError(
+                f"layer is {layer!r}: expected an integer in 0..{num_layers - 1}, the cache has {num_layers} layers"
+            )
+        return self.layers[number]

@@ -22,8 +22,10 @@ DEFAULT_BACKEND = "cpu"
 def get_backend(name: str | None = None) -> Backend:
     """The backend of that name; None asks the environment variable KVBLOCKS_BACKEND, then the default.
 
-    Raises ValueError that lists the names.
+    Raises ValueError that lists the names, and TypeError for what is no name.
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"backend: {type(name).__name__}, expected a name or None")
     source = "backend"
     if name is None:
         source, name = "KVBLOCKS_BACKEND", os.environ.get("KVBLOCKS_BACKEND", DEFAULT_BACKEND)

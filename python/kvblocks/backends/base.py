@@ -27,7 +27,7 @@ Shared meaning of the arguments, for every method:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvblocks.config import CacheConfig
 from kvblocks.layout import Array, LayerCache
@@ -49,6 +49,7 @@ class Supported:
     block_sizes: Sequence[int] | None = None
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Write, attend, copy and gather over the cache of one layer (or of all layers, where stated)."""
 

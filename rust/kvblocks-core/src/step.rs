@@ -218,7 +218,8 @@ impl Manager {
                 self.plan.push(RowPlan { row, num_new_blocks: 0, tail: Tail::Writable });
             }
             if columns > out.max_blocks {
-                let expected = format!("at most the {} columns of block_tables", out.max_blocks);
+                let columns_of = "columns of block_tables; raise max_blocks_per_seq";
+                let expected = format!("at most the {} {columns_of}", out.max_blocks);
                 return Err(Error::Row { argument: "blocks of handles", row, got: columns as i64, expected });
             }
         }

@@ -81,15 +81,17 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
         }
         if let Ok(array) = object.cast::<PyUntypedArray>() {
             return Err(PyTypeError::new_err(format!(
-                "{argument} is a {} array of rank {}, expected {dtype} of rank 1",
-                array.dtype(),
+                "{argument} is {} array of rank {}, expected {dtype} of rank 1",
+                with_article(&array.dtype().to_string()),
                 array.ndim()
             )));
         }
         let wrong_type = |_| {
             let found = object.get_type().name().map(|name| name.to_string()).unwrap_or_default();
             PyTypeError::new_err(format!(
-                "{argument} is a {found}, expected a {dtype} array or a sequence of ints"
+                "{argument} is {}, expected {} array or a sequence of ints",
+                with_article(&found),
+                with_article(dtype)
             ))
         };
         let items = object.try_iter().map_err(wrong_type)?;
@@ -232,6 +234,13 @@ fn key_value(argument: &str, value: &Bound<'_, PyAny>) -> PyResult<KeyValue> {
         })
     } else {
         let found = value.get_type().name()?;
-        Err(PyTypeError::new_err(format!("{argument} is a {found}, expected a str, bytes, int or bool")))
+        let found = with_article(&found.to_string());
+        Err(PyTypeError::new_err(format!("{argument} is {found}, expected a str, bytes, int or bool")))
     }
+}
+
+/// "an int32", "a float64", "a uint32".
+fn with_article(name: &str) -> String {
+    let article = if name.starts_with(['a', 'e', 'i', 'o']) { "an" } else { "a" };
+    format!("{article} {name}")
 }
