@@ -6,9 +6,15 @@ Invariant: what a user can get wrong ends in one line on stderr and exit code 2;
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
+
+if __name__ == "__main__":
+    # Until `main` takes care of it: an interrupted import may end in any exception.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse
+import io
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +31,7 @@ try:
     from smollm2.model import Llama
     from smollm2.prompts import Prompt, PromptsError, read_prompts
     from smollm2.report import report
-    from smollm2.request import Event, Failed, Finished, Request, RequestError, Token
+    from smollm2.request import Event, Failed, Finished, Request, RequestError, Token, counted
     from smollm2.tokenizer import TextStream, Tokenizer
     from smollm2.weights import Checkpoint, ModelError, load
 except ModuleNotFoundError as error:
@@ -70,7 +76,7 @@ class Answers:
             case Finished():
                 self._texts[key] += self._streams[key].close()
                 cut = ", cut" if event.reason == "length" else ""
-                self._ends[key] = f"{len(event.tokens)} tokens{cut}"
+                self._ends[key] = f"{counted(len(event.tokens), 'token')}{cut}"
             case Failed():
                 self._ends[key] = f"failed: {event.message}"
                 self.num_failed += 1
@@ -98,6 +104,9 @@ class Answers:
 
 def main() -> int:
     """Run the demo; the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # answers may hold what its encoding does not
     arguments = parse_arguments()
     prompts = read_prompts(arguments.requests)
     try:
@@ -119,11 +128,16 @@ def main() -> int:
             max_tokens=MAX_TOKENS,
         )
     except (ValueError, OverflowError, MemoryError) as error:
-        size = f"{num_blocks:,} blocks of {config.bytes_per_block:,} bytes"
-        raise UsageError(f"cannot make a pool of {size}: {error}; lower --num-blocks") from error
+        size = f"{counted(num_blocks, 'block')} of {counted(config.block_size, 'token')}"
+        options = "--num-blocks or --block-size" if arguments.num_blocks else "--block-size"
+        raise UsageError(f"cannot make a pool of {size}: {error}; lower {options}") from error
     engine = Engine(model, cache, max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS)
-    for i, prompt in enumerate(prompts, start=1):
-        engine.add(make_request(str(i), prompt, tokenizer, arguments.max_new_tokens))
+    try:
+        for i, prompt in enumerate(prompts, start=1):
+            engine.add(make_request(str(i), prompt, tokenizer, arguments.max_new_tokens))
+    except RequestError as error:
+        options = "--num-blocks, --max-new-tokens, or the request's line"
+        raise UsageError(f"{error} ({options})") from error
 
     interrupts: list[int] = []
 
@@ -133,8 +147,8 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, interrupt)
-    pool = f"{num_blocks - 1} blocks of {config.block_size} tokens"
-    print(f"{len(prompts)} requests, {pool}, backend {backend.name}\n", flush=True)
+    pool = f"{counted(num_blocks - 1, 'block')} of {counted(config.block_size, 'token')}"
+    print(f"{counted(len(prompts), 'request')}, {pool}, backend {backend.name}\n", flush=True)
     answers = Answers(prompts, tokenizer, live=sys.stdout.isatty())
     start = time.perf_counter()
     while not engine.idle and not interrupts:
@@ -225,16 +239,32 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-if __name__ == "__main__":
+def run() -> int:
+    """Run `main`; its exit code, or that of the line which says why it ended."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - it was closed, and print would fall back on stdout
+    if sys.stdout is None:
+        print("demo.py: the standard output is closed", file=sys.stderr)
+        return 2
     try:
-        sys.exit(main())
-    except (UsageError, PromptsError, RequestError, ModelError) as error:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except (UsageError, PromptsError, ModelError) as error:
         print(f"demo.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output has gone; nothing more can be said, not even while Python shuts down.
+        return 130
+    except OSError as error:
+        # Nothing more can be printed, not even what Python still has to flush when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        if isinstance(error, BrokenPipeError):
+            return 1  # the reader has seen enough
+        print(f"demo.py: cannot go on: {error.strerror or error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -11,6 +11,7 @@ Invariant: a file is accepted whole or refused with the file, the line and the f
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,8 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """The requests of a file, in order; empty lines are skipped. Raises PromptsError."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Not splitlines: the other line separators of Unicode may stand inside a JSON string.
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     system, prompts = None, []
@@ -45,8 +47,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         if line.strip():
             try:
                 fields = _parse(line)
-            except ValueError as error:
-                raise PromptsError(f"{path}, line {number}: {error}") from error
+            except (ValueError, RecursionError) as error:
+                problem = error if isinstance(error, ValueError) else "not JSON: nested too deeply"
+                raise PromptsError(f"{path}, line {number}: {problem}") from error
             if "system" in fields:
                 system = fields["system"]
             else:
@@ -75,7 +78,8 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    # JSON can spell half of a surrogate pair, which is no character.
+    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
 def _temperature(value: Any) -> bool:
@@ -87,8 +91,8 @@ def _integer(least: int) -> Callable[[Any], bool]:
 
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (_text, "a text"),
-    "system": (_text, "a text"),
+    "prompt": (_text, "a text of whole characters"),
+    "system": (_text, "a text of whole characters"),
     "samples": (_integer(1), "a whole number from 1"),
     "temperature": (_temperature, "a number from 0 to 100"),
     "top_k": (_integer(0), "a whole number from 0"),

