@@ -400,8 +400,9 @@ class BlockManager:
     def abort_step(self, handles: _Handles) -> None:
         """Take back the newest step of each sequence, which must not have run, as if it had not been scheduled.
 
-        Copies that it made stay made. Raises ValueError without a step in flight, and if others have hit blocks
-        that it had published. O(its blocks).
+        Its copies are not taken back: they still have to run before the next step's writes. Raises ValueError
+        without a step in flight, and if others have hit blocks that it had published: free or preempt those
+        first. O(its blocks).
         """
     def fork(self, handles: _Handles, num_children: _Counts = 1) -> NDArray[np.int64]:
         """Snapshot each sequence's computed tokens into children that share its blocks; copies nothing.
@@ -438,12 +439,14 @@ class BlockManager:
         commit the counts afterwards. A slot may be both src and dst: copy in order, or read all first.
         """
     def set_max_tokens(self, handles: _Handles, max_tokens: _Counts) -> None:
-        """Declare how long sequences may become: admissions keep room for it. O(n)."""
+        """Declare how long sequences may become, at most what the pool can hold; admissions keep room. O(n)."""
     def preempt(self, handles: _Handles) -> list[Prompt]:
         """Give the blocks back and hand out each token history; the handle stays, to be resumed by
         `allocate`.
 
-        Steps in flight are dropped. Preempting a preempted sequence hands out the same history. O(tokens).
+        Steps in flight are dropped. Preempting a preempted sequence hands out the same history; a prompt from an
+        earlier preemption is stale once the sequence was resumed. Dropped ranges have to be computed again, so
+        a prompt longer than the pool cannot be resumed. O(tokens).
         """
     def free(self, handles: _Handles, *, missing_ok: bool = False) -> Freed:
         """End sequences. Legal at any stage.
@@ -494,8 +497,8 @@ class BlockManager:
     def drop_namespace(self, *, adapter: _Key | None = None, salt: _Key | None = None) -> int:
         """Make all blocks under an adapter, a salt, or both unfindable; returns how many, those in use included.
 
-        What sequences under it compute from now on is not published either. Raises ValueError without a key.
-        O(num_blocks).
+        What sequences under it compute from now on is not published either, until they are preempted and
+        computed anew. Raises ValueError without a key. O(num_blocks); releases the interpreter.
         """
     def check_integrity(self) -> list[str]:
         """Recompute every counter and list from scratch; the violations found, empty when sound. O(capacity)."""

@@ -94,6 +94,7 @@ class Step:
             if size < 1:
                 raise ValueError(f"{name} is {size}, expected 1 or more")
         self._block_size = manager.block_size
+        self._null_block = manager.null_block_id
         self._ring = [_Member(manager, max_seqs, max_tokens, columns) for _ in range(depth)]
         self._at = 0
         self._now = self._ring[0]
@@ -117,6 +118,11 @@ class Step:
         """Block ids [num_seqs, longest table of the step], padded with the null block; a view."""
         now = self._now
         return now.block_tables[: now.num_rows, : now.num_cols]
+
+    @property
+    def block_table_buffer(self) -> NDArray[np.int32]:
+        """The whole array [max_seqs, max_blocks_per_seq] that `block_tables` is a view of."""
+        return self._now.block_tables
 
     @property
     def slot_mapping(self) -> NDArray[np.int64]:
@@ -147,8 +153,9 @@ class Step:
     def changes(self) -> NDArray[np.int32]:
         """What changed in the block tables since this set of arrays was filled last; a view.
 
-        [num_changes, 3]: row, first column, number of columns, so that a device copy of the tables is kept up
-        to date by copying these ranges only.
+        [num_changes, 3]: row, first column, number of columns of `block_table_buffer`, so that a device copy of
+        it is kept up to date by copying these ranges only. They may reach beyond the columns of `block_tables`,
+        where a table has become shorter.
         """
         return self._now.changes[: self._now.num_changes]
 
@@ -161,13 +168,15 @@ class Step:
         """The block tables in FlashInfer's form, as new arrays. O(blocks).
 
         Returns kv_indptr [num_seqs + 1], kv_indices [total blocks] and kv_last_block_len [num_seqs], which is
-        in 1..block_size, and 0 for an empty sequence.
+        in 1..block_size, and 0 for an empty sequence. Raises ValueError for a sequence with dropped blocks.
         """
         lens = self.seq_lens
         blocks = -(-lens // self._block_size)
         indptr = np.zeros(len(lens) + 1, np.int32)
         np.cumsum(blocks, out=indptr[1:])
         indices = self.block_tables[np.arange(self._now.num_cols) < blocks[:, None]]
+        if (indices == self._null_block).any():
+            raise ValueError("a sequence of the step has dropped blocks: this form has no place for holes")
         last = (lens - (blocks - 1) * self._block_size) * (lens > 0)
         return indptr, indices, last.astype(np.int32)
 

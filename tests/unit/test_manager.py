@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -683,3 +684,144 @@ def test_the_order_of_reuse_is_a_choice(reuse: Any, expected: list[int]) -> None
     assert manager.block_table(second).tolist() == [2]
     assert manager.block_table(third).tolist() == [3]
     assert taken == expected
+
+
+def test_a_prompt_of_an_earlier_preemption_is_stale(manager: kv.BlockManager, step: kv.Step) -> None:
+    handle = admit(manager, [1, 2, 3]).handle
+    run(step, manager, handle, [4])
+    (first,) = manager.preempt(handle)
+    assert manager.allocate(first)
+    run(step, manager, handle, [5, 6])
+    (second,) = manager.preempt(handle)
+    with pytest.raises(kv.StaleHandleError, match="freed or resumed"):
+        manager.allocate(first)
+    assert manager.allocate(second)
+    assert manager.tokens(handle).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("end", ["free", "preempt"])
+def test_what_was_scheduled_and_never_committed_cannot_be_hit(end: str) -> None:
+    manager = kv.BlockManager(16, 4, publish="schedule")
+    step = kv.Step(manager, max_seqs=2, max_tokens=32)
+    handle = admit(manager, range(8)).handle
+    assert step.schedule(handle, 8)
+    longer = manager.prepare(range(9))
+    assert manager.match_prefix(longer) == 8
+    getattr(manager, end)(handle)
+    assert manager.match_prefix(longer) == 0
+    assert manager.check_integrity() == []
+
+
+def test_changes_refer_to_the_whole_buffer(manager: kv.BlockManager, step: kv.Step) -> None:
+    handle = admit(manager, range(24)).handle
+    copy = np.zeros_like(step.block_table_buffer)
+    for shorten in (None, 4, None):
+        if shorten:
+            manager.truncate(handle, shorten)
+        known = manager.sequence(handle)
+        assert step.schedule(handle, max(known.num_tokens - known.num_scheduled, 1))
+        manager.commit(
+            handle, manager.sequence(handle).num_scheduled - known.num_computed, [1] * bool(shorten)
+        )
+        for row, first, columns in step.changes.tolist():
+            copy[row, first : first + columns] = step.block_table_buffer[row, first : first + columns]
+        assert copy.tolist() == step.block_table_buffer.tolist()
+        if shorten is None and known.num_tokens > 4:
+            continue
+        break
+
+
+def test_csr_has_no_place_for_holes() -> None:
+    for null_block in (True, False):
+        manager = kv.BlockManager(9, 4, null_block=null_block)
+        step = kv.Step(manager, max_seqs=2, max_tokens=32)
+        handle = admit(manager, range(12)).handle
+        run(step, manager, handle)
+        manager.drop_range(handle, 0, 4)
+        assert step.schedule(handle, 1)
+        with pytest.raises(ValueError, match="dropped blocks"):
+            step.csr()
+
+
+def test_merged_blocks_count_as_reclaimable_and_go_with_the_last_step_that_used_them() -> None:
+    manager = kv.BlockManager(16, 4, merge=True)
+    step = kv.Step(manager, max_seqs=2, max_tokens=32)
+    first, second = admit(manager, range(4)).handle, admit(manager, range(4)).handle
+    assert step.schedule([first, second], 4)
+    assert step.schedule(second, 1)
+    manager.commit([first, second], 4)
+    # The duplicate is still read by the step in flight.
+    assert manager.stats().live_blocks == 3
+    assert manager.reclaimable(second) == 2
+    manager.abort_step(second)
+    assert manager.stats().live_blocks == 1
+    assert manager.check_integrity() == []
+
+
+def test_beams_that_grow_by_reordering_show_in_the_peaks(manager: kv.BlockManager, step: kv.Step) -> None:
+    long, short = admit(manager, range(16)).handle, admit(manager, [50]).handle
+    run(step, manager, long)
+    run(step, manager, short)
+    manager.reset_peaks()
+    manager.reorder([long, short], [0, 0])
+    assert manager.stats().peak_logical_blocks == manager.stats().logical_blocks == 8
+
+
+def test_a_freed_sequence_does_not_keep_its_prompt() -> None:
+    manager = kv.BlockManager(4, 4)
+    tokens = np.arange(1 << 20, dtype=np.int32)
+    handles = [admit(manager, range(4)).handle for _ in range(3)]
+    manager.free(handles)
+    # Never admitted as a whole: the pool is small. But a sequence may know it.
+    small = kv.BlockManager((1 << 18) + 2, 4, enable_prefix_cache=False)
+    before = _resident_bytes()
+    handles = [admit(small, tokens, 0).handle for _ in range(16)]
+    held = _resident_bytes() - before
+    small.free(handles)
+    assert held > 16 * tokens.nbytes // 2
+    assert _resident_bytes() - before < held // 4
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("resident memory is read from /proc")
+    return int(statm.read_text().split()[1]) * 4096
+
+
+def test_a_declared_maximum_beyond_the_pool_is_refused(manager: kv.BlockManager) -> None:
+    handle = admit(manager, range(4)).handle
+    with pytest.raises(ValueError, match=r"max_tokens\[0\] is 41, expected at most 40"):
+        manager.set_max_tokens(handle, 41)
+    manager.set_max_tokens(handle, 40)
+    assert manager.stats().promised_blocks == 9
+
+
+def test_arrays_resized_behind_the_step_are_refused(manager: kv.BlockManager) -> None:
+    from kvblocks._core import StepBuffers
+
+    for resized in ("packed", "block_tables"):
+        words = StepBuffers.layout(2, 8)["num_words"]
+        arrays = {"block_tables": np.zeros((2, 4), np.int32), "packed": np.zeros(words, np.int64)}
+        buffers = StepBuffers(manager, **arrays, max_tokens=8)
+        arrays[resized].resize((1, 0) if resized == "block_tables" else 10, refcheck=False)
+        handle = admit(manager, range(4)).handle
+        with pytest.raises(ValueError, match="resized|contiguous"):
+            buffers.schedule(handle, 1)
+        assert manager.sequence(handle).num_scheduled == 0
+
+
+def test_media_keep_their_order_when_a_prompt_is_cut() -> None:
+    manager = kv.BlockManager(40, 1)
+    step = kv.Step(manager, max_seqs=2, max_tokens=32)
+    media = [("B", 0, 2), ("A", 0, 10)]
+    answer = manager.allocate(manager.prepare([7] * 12, media=media))
+    assert isinstance(answer, kv.Allocated)
+    run(step, manager, answer.handle)
+    manager.truncate(answer.handle, 2)
+    (prompt,) = manager.preempt(answer.handle)
+    assert manager.match_prefix(prompt) == 1
+    cut = manager.allocate(manager.prepare([7] * 3, media=[("B", 0, 2), ("A", 0, 2)]))
+    assert isinstance(cut, kv.Allocated)
+    run(step, manager, cut.handle)
+    assert manager.check_integrity() == []

@@ -144,7 +144,13 @@ impl Manager {
             return Err(Error::ForeignPrompt);
         }
         match prompt.resumes {
-            Some(key) if !self.seqs.get(key).is_some_and(|seq| seq.is_preempted) => {
+            // A sequence that was resumed and preempted again has another history by now.
+            Some(key)
+                if !self
+                    .seqs
+                    .get(key)
+                    .is_some_and(|seq| seq.is_preempted && Arc::ptr_eq(&seq.prompt, &prompt.tokens)) =>
+            {
                 Err(Error::StalePrompt(key))
             }
             _ => Ok(()),

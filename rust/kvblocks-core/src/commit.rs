@@ -51,7 +51,7 @@ impl Manager {
             if let Some(step) = seq.in_flight.pop_oldest() {
                 accept(seq, &mut self.pool, count, own);
                 if !seq.retired.is_empty() {
-                    release_retired(seq, &mut self.pool);
+                    release_retired(seq, &mut self.pool, |steps| steps - 1);
                 }
                 seq.publish_full(&mut self.pool, self.merge);
                 if count < step.num_new as usize {
@@ -100,6 +100,9 @@ impl Manager {
             if let Some(step) = seq.in_flight.pop_newest() {
                 let scheduled = seq.num_scheduled - step.num_new as usize;
                 roll_back(seq, &mut self.pool, scheduled, step);
+                // The steps that merged blocks wait for are the ones that are left.
+                let left = seq.in_flight.len();
+                release_retired(seq, &mut self.pool, |steps| steps.min(left));
                 self.ledger.settle(seq, self.size);
             }
         }
@@ -143,13 +146,10 @@ fn accept(seq: &mut Sequence, pool: &mut Pool, count: usize, ids: &[u32]) {
 fn roll_back(seq: &mut Sequence, pool: &mut Pool, scheduled: usize, step: InFlight) {
     let size = pool.block_size;
     let full = size.column(scheduled);
+    // Published when scheduled: computed by nobody now, and hit by nobody.
+    seq.withdraw_from(full, pool);
     for column in full..seq.num_published {
-        // Published when scheduled: computed by nobody now, and hit by nobody.
-        let block = seq.blocks[column];
-        if pool.is_published(block) {
-            pool.withdraw(block);
-        }
-        pool.lower_fill(block, size.within(seq.num_computed, column));
+        pool.lower_fill(seq.blocks[column], size.within(seq.num_computed, column));
     }
     seq.retract(full, pool);
     seq.num_scheduled = scheduled;
@@ -158,10 +158,10 @@ fn roll_back(seq: &mut Sequence, pool: &mut Pool, scheduled: usize, step: InFlig
     seq.room = 0;
 }
 
-/// Release merged blocks that no step in flight reads any more.
-fn release_retired(seq: &mut Sequence, pool: &mut Pool) {
+/// Release merged blocks that no step in flight reads any more, `left` of the steps that each waited for being left.
+fn release_retired(seq: &mut Sequence, pool: &mut Pool, left: impl Fn(usize) -> usize) {
     seq.retired.retain_mut(|(block, steps)| {
-        *steps = steps.saturating_sub(1);
+        *steps = left(*steps);
         if *steps == 0 {
             pool.release(*block);
         }

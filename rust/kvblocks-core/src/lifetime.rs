@@ -92,6 +92,7 @@ impl Manager {
             old.release_all(&mut self.pool);
             self.recycle(old);
         }
+        self.note_peaks();
         Ok(())
     }
 
@@ -140,7 +141,9 @@ impl Manager {
         self.check_batch(handles, false)?;
         let mut shares: std::collections::HashMap<BlockId, u32> = std::collections::HashMap::new();
         for &handle in handles {
-            for &block in self.seqs[handle].blocks.iter().filter(|&&block| block != BlockId::HOLE) {
+            let seq = &self.seqs[handle];
+            let merged = seq.retired.iter().map(|&(block, _)| block);
+            for block in seq.blocks.iter().copied().chain(merged).filter(|&block| block != BlockId::HOLE) {
                 *shares.entry(block).or_default() += 1;
             }
         }

@@ -193,10 +193,12 @@ impl Manager {
                 "a number of token ids that fits into memory".into(),
             );
         };
+        let preparer = Preparer::new(hasher, block_size);
+        let no_tokens = preparer.tokens(Vec::new(), Keys::default(), &[]);
         Ok(Self {
             size: BlockSize::new(block_size),
             pool,
-            seqs: Sequences::default(),
+            seqs: Sequences::new(no_tokens),
             transfers: SlotMap::with_key(),
             watermark: watermark_blocks,
             null_block,
@@ -206,7 +208,7 @@ impl Manager {
             ledger: Ledger::default(),
             counters: Counters::default(),
             series: Series::new(config.series_every, config.series_len),
-            preparer: Preparer::new(hasher, block_size),
+            preparer,
             batch: 0,
             hits: Vec::new(),
             plan: Vec::new(),
@@ -257,6 +259,11 @@ impl Manager {
     pub fn set_max_tokens(&mut self, handles: &[SeqHandle], max_tokens: Counts) -> Result<()> {
         self.check_batch(handles, false)?;
         max_tokens.check("max_tokens", handles.len())?;
+        let most = self.capacity() * self.size.get();
+        if let Some(row) = (0..handles.len()).find(|&row| max_tokens.at(row) > most) {
+            let expected = format!("at most {most}, what the pool can hold");
+            return Err(Error::Row { argument: "max_tokens", row, got: max_tokens.at(row) as i64, expected });
+        }
         for (row, &handle) in handles.iter().enumerate() {
             let seq = &mut self.seqs[handle];
             seq.max_tokens = Some(max_tokens.at(row));
@@ -271,7 +278,8 @@ impl Manager {
     }
 
     /// Make everything of a namespace unfindable: of all that have the adapter and the salt that are given. Returns the
-    /// blocks concerned, those still in use included. What their sequences compute from now on is not published. O(num_blocks).
+    /// blocks concerned, those still in use included. What their
+    /// sequences compute from now on is not published, until they are preempted and computed anew. O(num_blocks).
     pub fn drop_namespace(&mut self, wanted: &Keys) -> Result<usize> {
         if wanted.adapter.is_none() && wanted.salt.is_none() {
             let expected = "an adapter, a salt, or both".to_owned();

@@ -178,11 +178,6 @@ impl Sequence {
         }
     }
 
-    /// What stands in a place that a sequence leaves.
-    pub fn vacant(of: &Self) -> Self {
-        Self::new(Arc::clone(&of.prompt), 0)
-    }
-
     #[inline]
     pub fn is_taken(&self) -> bool {
         self.generation & 1 == 1
@@ -256,6 +251,15 @@ impl Sequence {
         ids
     }
 
+    /// Make the published blocks from column `full` on unfindable, but those that others have hit already.
+    pub fn withdraw_from(&self, full: usize, pool: &mut Pool) {
+        for &block in self.blocks.get(full..self.num_published).unwrap_or_default() {
+            if pool.refs(block) == 1 && pool.is_published(block) {
+                pool.withdraw(block);
+            }
+        }
+    }
+
     /// Count no more than the first `full` blocks as published.
     pub fn retract(&mut self, full: usize, pool: &Pool) {
         if self.num_published <= full {
@@ -288,8 +292,10 @@ impl Sequence {
         orphaned
     }
 
-    /// Release everything, merged blocks included; returns how many blocks nobody owns any more.
+    /// Release everything, merged blocks included; returns how many blocks nobody owns any more. What was published when
+    /// it was scheduled and never committed cannot be found any more.
     pub fn release_all(&mut self, pool: &mut Pool) -> usize {
+        self.withdraw_from(pool.block_size.column(self.num_computed), pool);
         let retired = std::mem::take(&mut self.retired);
         let merged = retired.into_iter().filter(|&(block, _)| pool.release(block)).count();
         merged + self.shrink(0, pool)

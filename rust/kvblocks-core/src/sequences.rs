@@ -1,22 +1,29 @@
-//! The sequences of a manager, by handle. Imports `ids`, `sequence`.
+//! The sequences of a manager, by handle. Imports `ids`, `prompt`, `sequence`.
 //!
 //! An arena of our own, since a decode step is mostly a walk over it: the generation stands in the first cache line of
 //! the sequence, next to the cursors that the step reads anyway.
 //! Invariant: a generation is odd while its place is taken; a handle is good while generations agree.
 
 use std::ops::{Index, IndexMut};
+use std::sync::Arc;
 
 use crate::ids::SeqHandle;
+use crate::prompt::Tokens;
 use crate::sequence::Sequence;
 
 /// Sequences by handle.
-#[derive(Default)]
 pub(crate) struct Sequences {
     places: Vec<Sequence>,
     vacant: Vec<u32>,
+    /// The prompt of vacant places.
+    no_tokens: Arc<Tokens>,
 }
 
 impl Sequences {
+    pub fn new(no_tokens: Tokens) -> Self {
+        Self { places: Vec::new(), vacant: Vec::new(), no_tokens: Arc::new(no_tokens) }
+    }
+
     pub fn len(&self) -> usize {
         self.places.len() - self.vacant.len()
     }
@@ -40,10 +47,12 @@ impl Sequences {
 
     /// Leave the place; what was there is the caller's. O(1).
     pub fn remove(&mut self, handle: SeqHandle) -> Option<Sequence> {
-        let place = self.get_mut(handle)?;
+        self.get(handle)?;
+        let no_tokens = Arc::clone(&self.no_tokens);
+        let place = &mut self.places[handle.index()];
         // Handles stay positive int64s: generations wrap at 31 bits.
         let next = (place.generation + 1) % (1 << 31);
-        let vacated = Sequence { generation: next, ..Sequence::vacant(place) };
+        let vacated = Sequence { generation: next, ..Sequence::new(no_tokens, 0) };
         let seq = std::mem::replace(place, vacated);
         self.vacant.push(handle.index() as u32);
         Some(seq)

@@ -702,8 +702,13 @@ impl StateMachineTest for Test {
             Call::SetMaxTokens { seq, most } => {
                 for name in test.reference.pick([seq]) {
                     let handle = test.handle(name);
-                    test.naive().seqs.get_mut(&name).unwrap().max_tokens = Some(most);
-                    test.manager.set_max_tokens(&[handle], Counts::All(most as i32)).unwrap();
+                    let answer = test.manager.set_max_tokens(&[handle], Counts::All(most as i32));
+                    if most > test.naive().capacity * test.naive().block_size {
+                        answer.unwrap_err();
+                    } else {
+                        answer.unwrap();
+                        test.naive().seqs.get_mut(&name).unwrap().max_tokens = Some(most);
+                    }
                 }
             }
             Call::DropNamespace { namespace } => {

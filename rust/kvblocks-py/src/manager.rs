@@ -36,7 +36,7 @@ pub struct PyBlockManager {
 
 impl PyBlockManager {
     /// An error in a forked child, whose copy of the lock may never be released.
-    fn check_process(&self) -> PyResult<()> {
+    pub fn check_process(&self) -> PyResult<()> {
         if process::generation() == self.generation {
             return Ok(());
         }
@@ -50,6 +50,12 @@ impl PyBlockManager {
         self.check_process()?;
         // The core checks before it changes, so a panic there (a bug) leaves a state that is still worth reporting on.
         Ok(self.manager.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A call that may take long, with the interpreter released.
+    fn detached<T: Send>(&self, py: Python<'_>, call: impl FnOnce(&mut Manager) -> T + Send) -> PyResult<T> {
+        self.check_process()?;
+        Ok(py.detach(|| call(&mut self.manager.lock().unwrap_or_else(PoisonError::into_inner))))
     }
 
     fn end_transfer(&self, py: Python<'_>, transfer: Int, outcome: Outcome) -> PyResult<usize> {
@@ -181,6 +187,7 @@ impl PyBlockManager {
         salt: Option<&Bound<'_, PyAny>>,
         media: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyPrompt> {
+        self.check_process()?;
         let ids = arrays::tokens(tokens)?;
         let keys = arrays::keys(adapter, salt, media)?;
         // Letting go of the interpreter costs more than a short prompt.
@@ -424,7 +431,7 @@ impl PyBlockManager {
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.reset_prefix_cache())
+        self.detached(py, Manager::reset_prefix_cache)
     }
 
     #[pyo3(signature = (*, adapter=None, salt=None))]
@@ -435,13 +442,11 @@ impl PyBlockManager {
         salt: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<usize> {
         let keys = arrays::keys(adapter, salt, None)?;
-        self.lock(py)?.drop_namespace(&keys).map_err(to_python)
+        self.detached(py, |manager| manager.drop_namespace(&keys))?.map_err(to_python)
     }
 
     fn check_integrity(&self, py: Python<'_>) -> PyResult<Vec<String>> {
-        self.check_process()?;
-        let check = || self.manager.lock().unwrap_or_else(PoisonError::into_inner).check_integrity();
-        Ok(py.detach(check))
+        self.detached(py, |manager| manager.check_integrity())
     }
 }
 

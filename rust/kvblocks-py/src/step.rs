@@ -87,6 +87,7 @@ impl PyStepBuffers {
         packed: Bound<'_, PyArray1<i64>>,
         max_tokens: Int,
     ) -> PyResult<Self> {
+        manager.get().check_process()?;
         let [max_seqs, max_blocks] = [block_tables.shape()[0], block_tables.shape()[1]];
         let layout = Layout { max_seqs, max_tokens: max_tokens.size("max_tokens")?.min(packed.len()) };
         if packed.len() != layout.num_words() {
@@ -150,9 +151,14 @@ impl PyStepBuffers {
             pad_seqs: pad_seqs.size("pad_seqs")?,
             pad_tokens: pad_tokens.size("pad_tokens")?,
         };
+        // Before any lock: in a forked child both may be held for ever.
+        self.manager.get().check_process()?;
         let mut rows = self.rows.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
         let mut block_tables = writable("block_tables", self.block_tables.bind(py))?;
         let mut packed = writable("packed", self.packed.bind(py))?;
+        if packed.len() != self.layout.num_words() || block_tables.shape() != [rows.len(), self.max_blocks] {
+            return Err(PyValueError::new_err("the step's arrays were resized since it was made"));
+        }
         let (slot_mapping, rest) = packed.as_slice_mut()?.split_at_mut(self.layout.max_tokens);
         let rest: &mut [i32] = bytemuck::cast_slice_mut(rest);
         let overlap = |_| PyValueError::new_err("packed has the wrong length");

@@ -532,6 +532,15 @@ impl Naive {
         let (num_new, reserved_before) = seq.in_flight.pop().unwrap();
         let scheduled = seq.scheduled - num_new;
         self.roll_back(&mut seq, scheduled, reserved_before);
+        let left = seq.in_flight.len();
+        for (block, steps) in std::mem::take(&mut seq.retired) {
+            match steps.min(left) {
+                0 => {
+                    self.drop_ref(block);
+                }
+                steps => seq.retired.push((block, steps)),
+            }
+        }
         self.seqs.insert(name, seq);
     }
 
@@ -641,6 +650,13 @@ impl Naive {
     }
 
     fn drop_all(&mut self, seq: Seq) -> usize {
+        // What was published when scheduled, and never committed.
+        for column in seq.computed / self.block_size..seq.published {
+            let block = seq.table[column];
+            if self.blocks[block].content.is_some() && self.blocks[block].refs == 1 {
+                self.forget(block);
+            }
+        }
         let merged = self.drop_refs(seq.retired.into_iter().map(|(block, _)| block));
         merged + self.drop_refs(seq.table.into_iter().rev())
     }
