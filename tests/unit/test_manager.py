@@ -806,7 +806,7 @@ def test_arrays_resized_behind_the_step_are_refused(manager: kv.BlockManager) ->
         buffers = StepBuffers(manager, **arrays, max_tokens=8)
         arrays[resized].resize((1, 0) if resized == "block_tables" else 10, refcheck=False)
         handle = admit(manager, range(4)).handle
-        with pytest.raises(ValueError, match="resized|contiguous"):
+        with pytest.raises(ValueError, match=r"resized|contiguous"):
             buffers.schedule(handle, 1)
         assert manager.sequence(handle).num_scheduled == 0
 

@@ -122,15 +122,17 @@ impl BlockHasher {
             None => self.root(&keys.namespace()),
             Some(bytes) => Digest::from_bytes(bytes, self.algorithm)?,
         };
-        let extras: std::collections::HashMap<_, _> = keys.extras(block_size).into_iter().collect();
+        // Both in the order of blocks.
+        let extras = keys.extras(block_size);
+        let mut extras = extras.iter().peekable();
         let mut bytes = Vec::new();
-        let blocks = tokens.chunks_exact(block_size).enumerate();
-        Ok(blocks
-            .map(|(i, block)| {
-                digest = self.link(digest, block, extras.get(&i).map_or(&[], |extra| &extra[..]), &mut bytes);
-                digest
-            })
-            .collect())
+        let mut digests = Vec::with_capacity(tokens.len() / block_size);
+        for (i, block) in tokens.chunks_exact(block_size).enumerate() {
+            let extra = extras.next_if(|extra| extra.0 == i).map_or(&[][..], |extra| &extra.1[..]);
+            digest = self.link(digest, block, extra, &mut bytes);
+            digests.push(digest);
+        }
+        Ok(digests)
     }
 }
 

@@ -15,6 +15,7 @@
 //! of that content, in the order of publication; withdrawing a block removes exactly itself.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use crate::blocks::Blocks;
@@ -60,6 +61,26 @@ pub(crate) struct Content<'a> {
     pub extra: Option<&'a Arc<[u8]>>,
 }
 
+/// Spreads numbers that we count up ourselves, so that nobody can choose them: every eviction asks for twins.
+#[derive(Default)]
+pub(crate) struct NumberHasher(u64);
+
+impl Hasher for NumberHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(self.0 << 8 | u64::from(byte)));
+    }
+
+    #[inline]
+    fn write_u64(&mut self, number: u64) {
+        // The golden ratio, as in Fibonacci hashing: consecutive numbers fall far apart.
+        self.0 = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
 /// Finds published blocks by content.
 pub(crate) struct PrefixIndex {
     /// `digest bits << 32 | block id + 1`; 0 is empty.
@@ -67,7 +88,7 @@ pub(crate) struct PrefixIndex {
     num_entries: usize,
     /// Later blocks of a content that the table already names, oldest first. Duplicates are rare: two requests that
     /// computed the same block at the same time.
-    twins: HashMap<ContentId, Vec<BlockId>>,
+    twins: HashMap<ContentId, Vec<BlockId>, BuildHasherDefault<NumberHasher>>,
     next_content: u64,
 }
 
@@ -100,7 +121,7 @@ impl PrefixIndex {
     pub fn new(num_blocks: usize) -> Option<Self> {
         // At most 5/7 full: short probes at 11.2 bytes a block.
         let table = bytemuck::try_zeroed_vec((num_blocks * 7).div_ceil(5) + 1).ok()?;
-        Some(Self { table, num_entries: 0, twins: HashMap::new(), next_content: 1 })
+        Some(Self { table, num_entries: 0, twins: HashMap::default(), next_content: 1 })
     }
 
     /// The oldest block with this content. `collisions` grows by the blocks met that have the same digest and other

@@ -57,11 +57,12 @@ pub fn digests<'py>(
     algorithm: Algorithm,
 ) -> PyResult<Bound<'py, PyArray2<u8>>> {
     let width = algorithm.num_bytes();
-    let bytes = digests.iter().flat_map(|digest| {
-        let (low, high) = (digest.low.to_le_bytes(), digest.high.to_le_bytes());
-        low.into_iter().chain(high).take(width)
-    });
-    PyArray1::from_iter(py, bytes).reshape([digests.len(), width])
+    let mut bytes = Vec::with_capacity(width * digests.len());
+    for digest in digests {
+        bytes.extend_from_slice(&digest.low.to_le_bytes());
+        bytes.extend_from_slice(&digest.high.to_le_bytes()[..width - 16]);
+    }
+    PyArray1::from_vec(py, bytes).reshape([digests.len(), width])
 }
 
 /// A frozen class around a plain struct: its fields (and methods marked @) readable, its truth fixed, equal by value.
