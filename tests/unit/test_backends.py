@@ -17,6 +17,8 @@ def test_by_name_by_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> N
     assert get_backend("numpy").name == "numpy"
     monkeypatch.setenv("KVBLOCKS_BACKEND", "numpy")
     assert get_backend().name == "numpy"
+    monkeypatch.setenv("KVBLOCKS_BACKEND", "")
+    assert get_backend().name == "cpu"
 
 
 @pytest.mark.parametrize("name", ["cuda", "", "NumPy"])
@@ -24,8 +26,10 @@ def test_unknown_names_are_refused_with_the_list(monkeypatch: pytest.MonkeyPatch
     names = ", ".join(map(repr, BACKENDS))
     with pytest.raises(ValueError, match=f"^backend is {name!r}: expected one of {names}$"):
         get_backend(name)
-    monkeypatch.setenv("KVBLOCKS_BACKEND", name)
-    with pytest.raises(ValueError, match=f"^KVBLOCKS_BACKEND is {name!r}: expected one of {names}$"):
+    monkeypatch.setenv("KVBLOCKS_BACKEND", name or "cuda")
+    with pytest.raises(
+        ValueError, match=f"^KVBLOCKS_BACKEND is {name or 'cuda'!r}: expected one of {names}$"
+    ):
         get_backend()
 
 

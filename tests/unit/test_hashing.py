@@ -132,8 +132,8 @@ def test_the_order_of_media_items_is_not_the_callers() -> None:
     options: dict[str, Any] = {"seed": 0, "algorithm": "sha256"}
     digests = [kv.block_hashes(range(4), 4, media=order, **options) for order in (items, items[::-1])]
     assert digests[0].tolist() == digests[1].tolist()
-    # In the order of (start, length, digest).
-    parts = [frame(3, 4), frame(3, b"c"), frame(3, "a"), frame(3, "b")]
+    # In the order of (start, digest, length); of digests, text before bytes before integers.
+    parts = [frame(3, b"c"), frame(3, 4), frame(3, "a"), frame(3, "b")]
     offsets = [0, 0, -1, -1]
     block = hashlib.sha256(struct.pack("<Q", 0)).digest() + struct.pack("<4I", 0, 1, 2, 3)
     block += b"".join(part + struct.pack("<q", offset) for part, offset in zip(parts, offsets, strict=True))

@@ -20,7 +20,7 @@ DEFAULT_BACKEND = "cpu"
 
 
 def get_backend(name: str | None = None) -> Backend:
-    """The backend of that name; None asks the environment variable KVBLOCKS_BACKEND, then the default.
+    """The backend of that name; None asks KVBLOCKS_BACKEND of the environment, unless empty, then the default.
 
     Raises ValueError that lists the names, and TypeError for what is no name.
     """
@@ -28,7 +28,7 @@ def get_backend(name: str | None = None) -> Backend:
         raise TypeError(f"backend: {type(name).__name__}, expected a name or None")
     source = "backend"
     if name is None:
-        source, name = "KVBLOCKS_BACKEND", os.environ.get("KVBLOCKS_BACKEND", DEFAULT_BACKEND)
+        source, name = "KVBLOCKS_BACKEND", os.environ.get("KVBLOCKS_BACKEND") or DEFAULT_BACKEND
     if name not in BACKENDS:
         raise ValueError(f"{source} is {name!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     module, class_name = BACKENDS[name]

@@ -109,8 +109,8 @@ impl Keys {
     /// The framed media keys of each block that an item overlaps, by block, for a prompt of any length.
     pub fn extras(&self, block_size: usize) -> Vec<(usize, Arc<[u8]>)> {
         let mut media = self.media.clone();
-        // Not by length: cutting a prompt shortens items and must not change their order.
-        media.sort_by(|a, b| (a.start, &a.digest).cmp(&(b.start, &b.digest)));
+        // By length last: cutting a prompt shortens items and must not change the order of different ones.
+        media.sort_by(|a, b| (a.start, &a.digest, a.len).cmp(&(b.start, &b.digest, b.len)));
         let mut framed: std::collections::BTreeMap<usize, Vec<u8>> = std::collections::BTreeMap::new();
         for item in &media {
             for block in item.start / block_size..=(item.start + item.len - 1) / block_size {
