@@ -227,7 +227,8 @@ class Driver:
 
     def declare(self) -> None:
         """How long a sequence may become."""
-        self.manager.set_max_tokens(self.pick(2), int(self.rng.integers(0, MAX_LENGTH)))
+        most = min(MAX_LENGTH, self.manager.capacity_blocks * self.manager.block_size)
+        self.manager.set_max_tokens(self.pick(2), int(self.rng.integers(0, most + 1)))
         self.operations += 1
 
     def preempt(self) -> None:

@@ -348,6 +348,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(data=st.data(), most=st.integers(0, 30))
     def set_max_tokens(self, data: st.DataObject, most: int) -> None:
+        most = min(most, self.manager.capacity_blocks * self.manager.block_size)
         for handle in self.draw_some(data, list(self.seqs)):
             self.manager.set_max_tokens(handle, most)
             self.seqs[handle].max_tokens = most

@@ -99,3 +99,24 @@ impl IndexMut<SeqHandle> for Sequences {
         &mut self.places[handle.index()]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keys::Keys;
+    use crate::prompt::Preparer;
+
+    #[test]
+    fn a_freed_sequence_does_not_keep_its_prompt() {
+        let preparer = Preparer::new(None, 4);
+        let mut seqs = Sequences::new(preparer.tokens(Vec::new(), Keys::default(), &[]));
+        let prompt = Arc::new(preparer.tokens(vec![1, 2, 3], Keys::default(), &[]));
+        let handle = seqs.insert(Sequence::new(Arc::clone(&prompt), 0));
+        assert_eq!(Arc::strong_count(&prompt), 2);
+        drop(seqs.remove(handle));
+        assert_eq!(Arc::strong_count(&prompt), 1);
+        assert!(seqs.get(handle).is_none());
+        let next = seqs.insert(Sequence::new(prompt, 0));
+        assert_eq!((next.index(), next.generation()), (handle.index(), handle.generation() + 2));
+    }
+}
