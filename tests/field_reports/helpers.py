@@ -265,7 +265,8 @@ class Walk:
             end[b % 3](self.transfers.pop(a % len(self.transfers)))
 
     def declare(self, a: int, b: int) -> None:
-        self.manager.set_max_tokens(self.batch(a, b), b % 30)
+        most = self.manager.capacity_blocks * self.manager.block_size
+        self.manager.set_max_tokens(self.batch(a, b), min(b % 30, most))
 
     def reset(self, a: int, b: int) -> None:
         self.manager.reset_prefix_cache()
