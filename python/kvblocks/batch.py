@@ -42,16 +42,22 @@ class _Member:
         self.query_start_loc = view("query_start_loc", np.int32)
         self.copies = view("copies", np.int32).reshape(-1, 2)
         self.changes = view("changes", np.int32).reshape(-1, 3)
+        # What it holds, as it was asked for; sizes are derived when somebody looks.
         self.scheduled: Scheduled | None = None
-        self.padding: tuple[int, int] = (0, 0)
+        self.options: _ScheduleOptions = {}
+        self.next = self
 
     @property
     def num_rows(self) -> int:
-        return max(self.scheduled.num_seqs, self.padding[0]) if self.scheduled is not None else 0
+        if self.scheduled is None:
+            return 0
+        return max(self.scheduled.num_seqs, self.options.get("pad_seqs", 0))
 
     @property
     def num_tokens(self) -> int:
-        return max(self.scheduled.num_tokens, self.padding[1]) if self.scheduled is not None else 0
+        if self.scheduled is None:
+            return 0
+        return max(self.scheduled.num_tokens, self.options.get("pad_tokens", 0))
 
     @property
     def num_cols(self) -> int:
@@ -95,22 +101,22 @@ class Step:
                 raise ValueError(f"{name} is {size}, expected 1 or more")
         self._block_size = manager.block_size
         self._null_block = manager.null_block_id
-        self._ring = [_Member(manager, max_seqs, max_tokens, columns) for _ in range(depth)]
-        self._at = 0
-        self._now = self._ring[0]
+        ring = [_Member(manager, max_seqs, max_tokens, columns) for _ in range(depth)]
+        for member, following in zip(ring, ring[1:] + ring[:1], strict=True):
+            member.next = following
+        self._now = ring[-1]
 
     def schedule(self, handles: _Handles, num_new: _Counts, **options: Unpack[_ScheduleOptions]) -> Scheduled:
         """Schedule the next `num_new[i]` tokens of each sequence; see `StepBuffers.schedule` for the options.
 
         The step's copies must run, for all layers, before its K/V is written.
         """
-        at = (self._at + 1) % len(self._ring)
-        member = self._ring[at]
+        member = self._now.next
         scheduled = member.schedule(handles, num_new, **options)
         if scheduled or options.get("policy") == "fit":
             member.scheduled = scheduled
-            member.padding = (options.get("pad_seqs", 0), options.get("pad_tokens", 0)) if options else (0, 0)
-            self._at, self._now = at, member
+            member.options = options
+            self._now = member
         return scheduled
 
     @property
