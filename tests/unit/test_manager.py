@@ -757,6 +757,22 @@ def test_merged_blocks_count_as_reclaimable_and_go_with_the_last_step_that_used_
     assert manager.check_integrity() == []
 
 
+def test_a_merge_into_a_cached_block_shows_in_the_peaks() -> None:
+    manager = kv.BlockManager(16, 4, merge=True)
+    step = kv.Step(manager, max_seqs=2, max_tokens=32)
+    first = admit(manager, range(4)).handle
+    run(step, manager, first)
+    manager.free(first)
+    second = admit(manager, range(4)).handle
+    assert step.schedule(second, 4)
+    assert step.schedule(second, 0)
+    manager.commit(second, 4)
+    # The cached block is in use again, and the step in flight still reads the one it replaces.
+    stats = manager.stats()
+    assert (stats.live_blocks, stats.peak_live_blocks) == (2, 2)
+    assert manager.check_integrity() == []
+
+
 def test_beams_that_grow_by_reordering_show_in_the_peaks(manager: kv.BlockManager, step: kv.Step) -> None:
     long, short = admit(manager, range(16)).handle, admit(manager, [50]).handle
     run(step, manager, long)

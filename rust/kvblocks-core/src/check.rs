@@ -170,6 +170,10 @@ impl Manager {
             total.ahead += seq.share.ahead;
         }
         report.equal("shares of all sequences", self.ledger.0, total);
+        let (now, peak) = (self.pool.num_live(), self.counters.peak_live_blocks);
+        report.expect(now <= peak, || format!("{now} blocks are live, the peak is {peak}"));
+        let (now, peak) = (self.ledger.0.blocks, self.counters.peak_logical_blocks);
+        report.expect(now <= peak, || format!("tables name {now} blocks, the peak is {peak}"));
         let (mut live, mut cached, mut used_slots, mut num_seqs) = (0, 0, 0, 0);
         for (index, _, refs, usage) in self.pool.namespaces.iter() {
             let seqs = self.seqs.values().filter(|seq| seq.namespace == index).count();

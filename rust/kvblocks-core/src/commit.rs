@@ -63,6 +63,8 @@ impl Manager {
                 }
             }
         }
+        // A merge may revive a cached block before the steps in flight let go of the one it replaces.
+        self.note_peaks();
         Ok(())
     }
 

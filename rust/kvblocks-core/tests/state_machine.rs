@@ -459,6 +459,7 @@ impl Test {
         for &(name, count) in &batch {
             self.naive().commit(name, count);
         }
+        self.naive().note_peak();
         self.manager.commit(&handles, Counts::Each(&counts), &ids).unwrap();
     }
 

@@ -233,7 +233,7 @@ impl Naive {
         }
     }
 
-    fn note_peak(&mut self) {
+    pub fn note_peak(&mut self) {
         self.tally.peak_live = self.tally.peak_live.max(self.live());
     }
 
