@@ -112,13 +112,8 @@ impl Manager {
         seq.max_tokens = options.max_tokens;
         let (key, seq) = match prompt.resumes {
             Some(key) => {
-                let old = &mut self.seqs[key];
-                seq.generation = old.generation;
-                seq.epoch = old.epoch.wrapping_add(1);
-                seq.share = old.share;
-                seq.max_tokens = options.max_tokens.or(old.max_tokens);
-                *old = seq;
-                (key, old)
+                self.seqs[key].replace(seq);
+                (key, &mut self.seqs[key])
             }
             None => {
                 let key = self.seqs.insert(seq);

@@ -176,7 +176,7 @@ impl Sequence {
     #[inline]
     pub(crate) fn publish_full(&mut self, pool: &mut Pool, merge: bool) {
         let full = pool.block_size.column(self.num_computed);
-        if self.num_published < full && pool.index.is_some() && !self.unlisted {
+        if self.may_publish(full, pool) {
             self.publish_until(full, pool, merge);
         }
     }
@@ -185,11 +185,17 @@ impl Sequence {
     pub(crate) fn publish_known(&mut self, len: usize, pool: &mut Pool) {
         let size = pool.block_size;
         let full = size.column(len);
-        if self.num_published < full && pool.index.is_some() && !self.unlisted {
+        if self.may_publish(full, pool) {
             let from = self.num_published.max(size.column(self.num_computed)) * size.get();
             pool.store(&self.blocks, self.namespace, from, &self.prompt.ids[from..full * size.get()]);
             self.publish_until(full, pool, false);
         }
+    }
+
+    /// Whether there is something to publish below column `full`, and a cache to publish it in.
+    #[inline]
+    fn may_publish(&self, full: usize, pool: &Pool) -> bool {
+        self.num_published < full && pool.index.is_some() && !self.unlisted
     }
 
     fn publish_until(&mut self, full: usize, pool: &mut Pool, merge: bool) {

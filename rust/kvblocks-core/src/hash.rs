@@ -9,6 +9,8 @@
 //!
 //! Invariant: a digest only *finds* a block; whoever finds one compares its content before using it.
 
+use std::sync::Arc;
+
 use sha2::block_api::compress256;
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
@@ -89,7 +91,7 @@ impl BlockHasher {
             bytes[16..32].copy_from_slice(&parent.high.to_le_bytes());
         }
         if LITTLE_ENDIAN {
-            copy_tokens(bytemuck::cast_slice(tokens), &mut bytes[head..end]);
+            bytes[head..end].copy_from_slice(bytemuck::cast_slice(tokens));
         } else {
             for (to, token) in bytes[head..end].chunks_exact_mut(4).zip(tokens) {
                 to.copy_from_slice(&token.to_le_bytes());
@@ -102,9 +104,7 @@ impl BlockHasher {
             Algorithm::Degenerate => Digest { low: 1, high: 0 },
         }
     }
-}
 
-impl BlockHasher {
     /// Digests of the full blocks of a prompt, as a manager with this hasher gives them; with `parent`, the digest of
     /// an earlier block, of what follows that block (media positions count from there). O(tokens).
     pub fn chain(
@@ -118,21 +118,34 @@ impl BlockHasher {
         if block_size == 0 {
             return Err(Error::Value { argument: "block_size", got: 0, expected: "1 or more".into() });
         }
-        let mut digest = match parent {
+        let parent = match parent {
             None => self.root(&keys.namespace()),
             Some(bytes) => Digest::from_bytes(bytes, self.algorithm)?,
         };
-        // Both in the order of blocks.
-        let extras = keys.extras(block_size);
-        let mut extras = extras.iter().peekable();
-        let mut bytes = Vec::new();
         let mut digests = Vec::with_capacity(tokens.len() / block_size);
-        for (i, block) in tokens.chunks_exact(block_size).enumerate() {
+        self.extend(&mut digests, parent, tokens, &keys.extras(block_size), block_size);
+        Ok(digests)
+    }
+
+    /// Add the digests of the full blocks of `tokens` that `digests` does not hold yet. `parent` comes before the first
+    /// block of all; `extras` are framed media keys in the order of blocks. O(tokens not hashed yet).
+    pub(crate) fn extend(
+        &self,
+        digests: &mut Vec<Digest>,
+        parent: Digest,
+        tokens: &[u32],
+        extras: &[(usize, Arc<[u8]>)],
+        block_size: usize,
+    ) {
+        let known = digests.len();
+        let mut digest = digests.last().copied().unwrap_or(parent);
+        let mut extras = extras.iter().skip_while(|extra| extra.0 < known).peekable();
+        let mut bytes = Vec::new();
+        for (i, block) in tokens.chunks_exact(block_size).enumerate().skip(known) {
             let extra = extras.next_if(|extra| extra.0 == i).map_or(&[][..], |extra| &extra.1[..]);
             digest = self.link(digest, block, extra, &mut bytes);
             digests.push(digest);
         }
-        Ok(digests)
     }
 }
 
@@ -146,15 +159,6 @@ impl Digest {
         low.copy_from_slice(&bytes[..16]);
         high[..bytes.len() - 16].copy_from_slice(&bytes[16..]);
         Ok(Self { low: u128::from_le_bytes(low), high: u128::from_le_bytes(high) })
-    }
-}
-
-/// Copy the bytes of tokens; those of a block of 16, the usual size, in registers.
-#[inline]
-fn copy_tokens(from: &[u8], to: &mut [u8]) {
-    match (<&[u8; 64]>::try_from(from), <&mut [u8; 64]>::try_from(&mut *to)) {
-        (Ok(from), Ok(to)) => *to = *from,
-        _ => to.copy_from_slice(from),
     }
 }
 

@@ -81,13 +81,8 @@ impl Manager {
             successors.push(self.snapshot(handles[parent as usize]));
             self.share_computed(handles[parent as usize], 1);
         }
-        for ((row, _), mut next) in moves().zip(successors) {
-            let old = &mut self.seqs[handles[row]];
-            next.generation = old.generation;
-            next.epoch = old.epoch.wrapping_add(1);
-            next.share = old.share;
-            next.max_tokens = old.max_tokens;
-            let mut old = std::mem::replace(old, next);
+        for ((row, _), next) in moves().zip(successors) {
+            let mut old = self.seqs[handles[row]].replace(next);
             self.ledger.settle(&mut self.seqs[handles[row]], self.size);
             old.release_all(&mut self.pool);
             self.recycle(old);
@@ -106,10 +101,7 @@ impl Manager {
                 let history = self.hashed_history(&self.seqs[handle]);
                 let seq = &mut self.seqs[handle];
                 seq.release_all(&mut self.pool);
-                let (generation, epoch, seen) = (seq.generation, seq.epoch, seq.seen);
-                let (share, max_tokens) = (seq.share, seq.max_tokens);
-                let empty = Sequence::new(history, seq.namespace);
-                *seq = Sequence { generation, is_preempted: true, epoch, seen, share, max_tokens, ..empty };
+                seq.replace(Sequence { is_preempted: true, ..Sequence::new(history, seq.namespace) });
                 self.ledger.settle(seq, self.size);
                 self.counters.preemptions += 1;
             }

@@ -70,13 +70,7 @@ impl Preparer {
             }
             let mut hashes = Vec::with_capacity(tokens.ids.len() / self.block_size);
             hashes.extend_from_slice(known);
-            let mut bytes = Vec::new();
-            let mut parent = known.last().copied().unwrap_or(tokens.root);
-            for (i, block) in tokens.ids.chunks_exact(self.block_size).enumerate().skip(known.len()) {
-                let extra = tokens.extra(i).map_or(&[][..], |extra| &extra[..]);
-                parent = hasher.link(parent, block, extra, &mut bytes);
-                hashes.push(parent);
-            }
+            hasher.extend(&mut hashes, tokens.root, &tokens.ids, &tokens.extras, self.block_size);
             tokens.hashes = hashes;
         }
         tokens

@@ -207,6 +207,17 @@ impl Sequence {
         }
     }
 
+    /// Let `next` take this sequence's place, under its handle; returns the one that leaves, with its blocks.
+    pub fn replace(&mut self, mut next: Self) -> Self {
+        next.generation = self.generation;
+        next.seen = self.seen;
+        // Rows that show the old table are out of date.
+        next.epoch = self.epoch.wrapping_add(1);
+        next.share = self.share;
+        next.max_tokens = next.max_tokens.or(self.max_tokens);
+        std::mem::replace(self, next)
+    }
+
     /// A column changed: rows that show it are out of date from there on.
     pub fn touch(&mut self, column: usize) {
         self.epoch = self.epoch.wrapping_add(1);
