@@ -18,8 +18,8 @@ from kvblocks.report import UserError
 # Name, module, the one line of `kvblocks --help`.
 COMMANDS: Final = (
     ("plan", "kvblocks.planner.command", "how many users fit on a GPU, at the peak"),
-    ("replay", "kvblocks.replay.command", "a trace of requests through the real allocator, policies side by side"),
-    ("quality", "kvblocks.quality.command", "what a quantised cache format costs on a model, and what it buys"),
+    ("replay", "kvblocks.replay.command", "a trace through the real allocator, policies side by side"),
+    ("quality", "kvblocks.quality.command", "what a cache format costs on a model, and what it buys"),
 )
 
 
