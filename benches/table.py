@@ -1,4 +1,4 @@
-"""The speed table: every row of `benchmarks.rows`, kvblocks and the Python pool in turn, in one process.
+"""The speed table: every row of `benchmarks.rows`, kvblocks and the Python pool in turn, and the bare loop's floor.
 
 Run it from the checkout: python -m benches.table [--quick] [--parts] [ROW ...]
 """
@@ -7,28 +7,36 @@ import argparse
 import sys
 import time
 
+from .benchmarks.floor import build, floor
 from .benchmarks.mooncake import HIT_RATES, hit_rate, read_prompts, trace_path
 from .benchmarks.resident import resident_bytes
 from .benchmarks.row import Measured, Row, measure
 from .benchmarks.rows import ROWS, UnavailableError
 
+Parts = dict[str, float]
 
-def print_row(name: str, row: Row, ours: Measured, theirs: Measured, goal: float) -> None:
-    """One line: typical and least cost, cost without `schedule`, the Python pool's, their ratio, the goal."""
+
+def print_row(name: str, row: Row, ours: Measured, theirs: Measured, bare: Parts | None, goal: float) -> None:
+    """One line: typical and least cost, without `schedule`; the Python pool's, the floor, the goal, and ratios."""
     total, python = ours.total(row), theirs.total(row)
     without = f"{total - ours.parts['schedule']:9.2f}" if len(row.counted) > 3 else f"{'':9}"
+    least = f"{'':16}"
+    if bare is not None:
+        lowest = sum(bare[part] for part in row.counted)
+        least = f"{lowest:8.2f}{total / lowest:8.1f}"
     print(
         f"{name:<13}{row.unit:<9}{total:9.2f}{ours.least_total(row):9.2f}{without}{python:10.1f}"
-        f"{total / python:8.3f}{goal:8g}{total / goal:8.2f}",
+        f"{total / python:8.3f}{least}{goal:8g}{total / goal:8.2f}",
         flush=True,
     )
 
 
-def print_parts(row: Row, ours: Measured, theirs: Measured) -> None:
-    """What each call of the row costs on both sides."""
-    for side, measured in (("kvblocks", ours), ("Python", theirs)):
-        parts = "  ".join(f"{part} {cost:.2f}" for part, cost in measured.parts.items())
-        print(f"{'':13}{side:<9}{parts}", flush=True)
+def print_parts(ours: Measured, theirs: Measured, bare: Parts | None) -> None:
+    """What each call of the row costs on all sides."""
+    for side, costs in (("kvblocks", ours.parts), ("Python", theirs.parts), ("floor", bare or {})):
+        if costs:
+            parts = "  ".join(f"{part} {cost:.2f}" for part, cost in costs.items())
+            print(f"{'':13}{side:<9}{parts}", flush=True)
 
 
 def main() -> int:
@@ -41,9 +49,10 @@ def main() -> int:
 
     start = time.monotonic()
     wanted = tuple(options.rows) or ("",)
+    has_floor = build()
     print(
-        f"{'row':<13}{'unit':<9}{'kvblocks':>9}{'least':>9}{'no sched':>9}{'Python':>10}{'ratio':>8}{'goal':>8}"
-        f"{'/ goal':>8}"
+        f"{'row':<13}{'unit':<9}{'kvblocks':>9}{'least':>9}{'no sched':>9}{'Python':>10}{'ratio':>8}{'floor':>8}"
+        f"{'/ floor':>8}{'goal':>8}{'/ goal':>8}"
     )
     for name, entry in ROWS.items():
         if not name.startswith(wanted):
@@ -56,9 +65,10 @@ def main() -> int:
             continue
         samples, python_samples = (3, 1) if quick else (entry.samples, entry.python_samples)
         ours, theirs = measure(row, samples, python_samples)
-        print_row(name, row, ours, theirs, entry.goal)
+        bare = floor(name, row, samples) if has_floor else None
+        print_row(name, row, ours, theirs, bare, entry.goal)
         if options.parts:
-            print_parts(row, ours, theirs)
+            print_parts(ours, theirs, bare)
     if "W8".startswith(wanted):
         for side in ("xxh3", "sha256", "python"):
             untouched, full = resident_bytes(side)

@@ -406,9 +406,10 @@ class Trace(Requests):
         path = trace_path()
         if path is None:
             raise UnavailableError("KVBLOCKS_TRACES names no folder with the Mooncake conversation trace")
-        prompts = read_prompts(path)
-        order = list(range(num_prompts or len(prompts)))
-        super().__init__(num_blocks, prompts, order, longest_tokens=prompts.longest_tokens, start_empty=True)
+        self.trace = read_prompts(path)
+        order = list(range(num_prompts or len(self.trace)))
+        longest = self.trace.longest_tokens
+        super().__init__(num_blocks, self.trace, order, longest_tokens=longest, start_empty=True)
 
 
 class HashChain(Row):
