@@ -119,7 +119,7 @@ class Scheduled:
         """Length of the longest block table of the step."""
     @property
     def refusal(self) -> Later | Never | None:
-        """Why row `num_seqs` was not scheduled."""
+        """Why row `num_seqs` was not scheduled; `Later(0)`: the step's arrays are full."""
     def __bool__(self) -> bool: ...
 
 @final
@@ -350,9 +350,9 @@ class BlockManager:
 
         Prompts share blocks only under equal keys. adapter: the weights that compute the K/V. salt: the tenant,
         chosen by the trusted side. Both hold for the whole prompt and are its namespace. media: (digest, start,
-        length) of items whose placeholder tokens stand at start..start + length; a digest of full width. Keys of
-        different types differ. Raises ValueError for empty keys and for media outside the prompt. O(tokens);
-        releases the interpreter for long prompts.
+        length) of items whose placeholder tokens stand at start..start + length; a digest of full width. Items
+        of one digest and different spans differ. Keys of different types differ. Raises ValueError for empty
+        keys and for media outside the prompt. O(tokens); releases the interpreter for long prompts.
         """
     def match_prefix(self, prompt: Prompt, *, recompute_last_hit: bool = False) -> int:
         """Leading tokens that `allocate` would find cached; no side effects. O(hit blocks)."""
@@ -536,9 +536,10 @@ class StepBuffers:
         """Schedule the next `num_new[i]` tokens of each sequence and write the step's index arrays.
 
         Reserves `lookahead[i]` slots beyond them. Transactional: all rows, or under "fit" the longest prefix
-        that fits. Rows up to pad_seqs get length 0 and a null table, tokens up to pad_tokens slot -1. A row
-        that holds the same sequence as in the last call is updated in its changed columns only. Raises
-        ValueError if the batch exceeds the buffers. O(sequences + tokens + changed columns).
+        that fits, into the pool and into the buffers. Rows up to pad_seqs get length 0 and a null table, tokens
+        up to pad_tokens slot -1. A row that holds the same sequence as in the last call is updated in its
+        changed columns only. Raises ValueError if the batch, or under "fit" a single row, exceeds the buffers.
+        O(sequences + tokens + changed columns).
         """
 
 # The kernels of rust/kvblocks-cpu, for kvblocks.backends.cpu, which checks their arguments. Arrays have one

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T", bound=np.generic)
 
+# Tables wide enough for the whole of a huge pool would take gigabytes.
+_DEFAULT_MAX_TOKENS_PER_SEQ: Final = 131_072
+
 
 class _Member:
     """One set of arrays of the ring: the block tables, and all others in one packed buffer."""
@@ -75,9 +78,10 @@ class _Member:
 class Step:
     """Index arrays of one forward pass; the Step owns them, `schedule` fills them.
 
-    max_seqs: rows; max_tokens: scheduled tokens of all rows; max_blocks_per_seq: columns of the block tables
-    (default: the pool's capacity). depth: sets of arrays, used in turn: with 2, the last step may still be
-    copied to a device while the next is written. Raises ValueError for a size below 1.
+    max_seqs: rows; max_tokens: scheduled tokens of all rows; max_blocks_per_seq: columns of the block tables, by
+    default as many as the pool has blocks or 131,072 tokens take, whichever is less. depth: sets of arrays, used
+    in turn: with 2, the last step may still be copied to a device while the next is written. Raises ValueError
+    for a size below 1.
     """
 
     def __init__(
@@ -89,7 +93,9 @@ class Step:
         max_blocks_per_seq: int | None = None,
         depth: int = 1,
     ) -> None:
-        columns = manager.capacity_blocks if max_blocks_per_seq is None else max_blocks_per_seq
+        columns = max_blocks_per_seq
+        if columns is None:
+            columns = min(manager.capacity_blocks, -(-_DEFAULT_MAX_TOKENS_PER_SEQ // manager.block_size))
         sizes = {
             "max_seqs": max_seqs,
             "max_tokens": max_tokens,

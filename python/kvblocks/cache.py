@@ -8,7 +8,7 @@ step belongs to one at a time: `write` and `attend` read the arrays that the nex
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvblocks._core import BlockManager, Scheduled
 from kvblocks.backends import Backend, get_backend
@@ -22,19 +22,14 @@ if TYPE_CHECKING:
     from kvblocks._core import _Counts, _Handles, _ScheduleOptions
 
 
-# Tables wide enough for the whole of a huge pool would take gigabytes.
-_DEFAULT_MAX_TOKENS_PER_SEQ: Final = 131_072
-
-
 class PagedKVCache:
     """Paged K/V of all layers of one model, allocated by `manager`, indexed by `step`, moved by `backend`.
 
     num_blocks: blocks of storage, the null block included; or memory: bytes or "8GiB", of which whole blocks
     are used. Give one of the two. backend: a name, a Backend, or None for the environment's choice. max_seqs,
-    max_tokens, max_blocks_per_seq: sizes of the step; the last defaults to the blocks of the whole pool or of
-    131,072 tokens, whichever is less. The rest is the block manager's. The cache owns the storage, its contents
-    undefined at first. Raises ValueError for sizes out of range and a backend that is unknown or refuses the
-    config.
+    max_tokens, max_blocks_per_seq: sizes of the step, see `Step`. The rest is the block manager's. The cache
+    owns the storage, its contents undefined at first. Raises ValueError for sizes out of range and a backend
+    that is unknown or refuses the config.
     """
 
     def __init__(
@@ -76,9 +71,6 @@ class PagedKVCache:
             watermark_blocks=watermark_blocks,
             seed=seed,
         )
-        if max_blocks_per_seq is None:
-            most = -(-_DEFAULT_MAX_TOKENS_PER_SEQ // config.block_size)
-            max_blocks_per_seq = min(self.manager.capacity_blocks, most)
         self.step = Step(
             self.manager,
             max_seqs=max_seqs,

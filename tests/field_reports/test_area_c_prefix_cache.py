@@ -176,6 +176,11 @@ def test_p031_placeholders_of_different_images_are_different() -> None:
     # The offset within the item counts: the same block of tokens at another place of the picture.
     assert hashes(tokens, media=[(one, 0, 16)])[1] != hashes(tokens[4:], media=[(one, 0, 12)])[0]
     assert engine.hits([*tokens, 7], media=[(one, 1, 15)]) == 0
+    assert (
+        engine.hits([*tokens, 7], media=[(one, 0, 15)])
+        == engine.hits([*tokens, 7], media=[(one, 0, 17)])
+        == 0
+    )
 
 
 def test_p031_blocks_without_media_are_shared_as_ever() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import struct
 import subprocess
 import sys
 from typing import Any, Literal
@@ -144,7 +145,7 @@ def test_p046_hashes_are_the_same_in_every_process(algorithm: Algorithm) -> None
 
 KEYED: list[tuple[dict[str, Any], str]] = [
     ({"adapter": "lora", "salt": b"tenant"}, "4435aa24af773dc431b7bf0daf458e1f"),
-    ({"media": [(b"\x01\x02", 10, 10)]}, "ef040c8aa0d2e11f67e5a009fc47a7cb"),
+    ({"media": [(b"\x01\x02", 10, 10)]}, "f517cb16493de41e17a2b823b74d0738"),
     ({"salt": -5}, "4ff0c53aabb2527bd800dd32d0a298de"),
     ({"adapter": True}, "36dff3a7502a43f4851e14307fd62ed9"),
     ({"seed": 2**63 + 1}, "2835d2d29e18240dd661d21f6ecb61a5"),
@@ -172,10 +173,7 @@ def frame(kind: int, tag: int, value: bytes) -> bytes:
             {"media": [("é", 3, 4)]},
             7,
             b"",
-            {
-                block: frame(3, 1, "é".encode()) + (4 * block - 3).to_bytes(8, "little", signed=True)
-                for block in (0, 1)
-            },
+            {block: frame(3, 1, "é".encode()) + struct.pack("<qQ", 4 * block - 3, 4) for block in (0, 1)},
         ),
     ],
 )

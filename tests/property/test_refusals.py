@@ -98,6 +98,36 @@ def test_a_whole_batch_fits_if_and_only_if_its_longest_prefix_is_all_of_it(
     assert whole.state() == again.state()
 
 
+@given(pools, operations, st.data())
+def test_a_full_step_takes_the_longest_prefix_and_the_rest_comes_later(
+    pool: dict[str, Any], operations: list[Operation], data: st.DataObject
+) -> None:
+    wide, narrow = (walk(pool, operations) for _ in range(2))
+    few = [handle for handle in wide.resident() if len(wide.steps.get(handle, [])) < 8]
+    handles = [handle for handle in few if wide.manager.sequence(handle).num_scheduled <= 39]
+    handles = data.draw(st.permutations(handles))
+    counts = data.draw(st.lists(st.integers(0, 9), min_size=len(handles), max_size=len(handles)))
+    max_seqs, max_tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 24))
+    step = kv.Step(narrow.manager, max_seqs=max_seqs, max_tokens=max_tokens, max_blocks_per_seq=64)
+
+    before = narrow.state()
+    if max(counts, default=0) > max_tokens:
+        with pytest.raises(ValueError, match=r"num_new\[\d+\] is"):
+            step.schedule(handles, counts, policy="fit")
+        assert narrow.state() == before
+        return
+    room = [n for n in range(len(handles) + 1) if n <= max_seqs and sum(counts[:n]) <= max_tokens]
+    expected = wide.engine.step.schedule(handles[: room[-1]], counts[: room[-1]], policy="fit")
+    fitted = step.schedule(handles, counts, policy="fit")
+    assert (fitted.num_seqs, fitted.num_tokens) == (expected.num_seqs, expected.num_tokens)
+    assert narrow.state() == wide.state()
+    if expected and room[-1] < len(handles):
+        assert isinstance(fitted.refusal, kv.Later)
+        assert fitted.refusal.num_blocks == 0
+    else:
+        assert fitted.refusal == expected.refusal
+
+
 FOREIGN = kv.BlockManager(4, 2).prepare([1])
 
 

@@ -96,6 +96,7 @@ class TestTables:
         num_blocks = 3_000_000 if block_size < 2**10 else 2
         cache = kv.PagedKVCache(config, num_blocks, backend="numpy")
         assert cache.step.block_tables.base.shape == (256, columns)
+        assert kv.Step(cache.manager).block_table_buffer.shape == (256, columns)
 
     def test_that_are_too_narrow_name_the_argument_to_raise(self) -> None:
         cache = make_cache(max_blocks_per_seq=2)

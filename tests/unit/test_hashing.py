@@ -62,7 +62,7 @@ def sha256_by_hand(
         block = digest + struct.pack(f"<{block_size}I", *tokens[first : first + block_size])
         for item, start, length in sorted(media or [], key=lambda entry: entry[1:]):
             if start < first + block_size and first < start + length:
-                block += frame(3, item) + struct.pack("<q", first - start)
+                block += frame(3, item) + struct.pack("<qQ", first - start, length)
         digest = hashlib.sha256(block).digest()
         digests.append(digest.hex())
     return digests
@@ -117,7 +117,7 @@ def test_the_worked_example() -> None:
     # Bytes stand in one column, words after them in the next.
     rows = re.findall(r"^.{20}((?:[0-9a-f]+ )*[0-9a-f]+)  ", listing, re.MULTILINE)
     hexes = [row.replace(" ", "") for row in rows]
-    assert len(hexes) == 3 + 3
+    assert len(hexes) == 3 + 4
     root = hashlib.sha256(bytes.fromhex("".join(hexes[:3]))).hexdigest()
     block = hashlib.sha256(bytes.fromhex(root + "".join(hexes[3:]))).hexdigest()
     assert printed == [root, block]
@@ -134,7 +134,7 @@ def test_the_order_of_media_items_is_not_the_callers() -> None:
     assert digests[0].tolist() == digests[1].tolist()
     # In the order of (start, digest, length); of digests, text before bytes before integers.
     parts = [frame(3, b"c"), frame(3, 4), frame(3, "a"), frame(3, "b")]
-    offsets = [0, 0, -1, -1]
+    spans = [(0, 3), (0, 2), (-1, 2), (-1, 2)]
     block = hashlib.sha256(struct.pack("<Q", 0)).digest() + struct.pack("<4I", 0, 1, 2, 3)
-    block += b"".join(part + struct.pack("<q", offset) for part, offset in zip(parts, offsets, strict=True))
+    block += b"".join(part + struct.pack("<qQ", *span) for part, span in zip(parts, spans, strict=True))
     assert hexadecimal(digests[0]) == [hashlib.sha256(block).hexdigest()]

@@ -814,7 +814,30 @@ def test_media_keep_their_order_when_a_prompt_is_cut() -> None:
     manager.truncate(answer.handle, 2)
     (prompt,) = manager.preempt(answer.handle)
     assert manager.match_prefix(prompt) == 1
-    cut = manager.allocate(manager.prepare([7] * 3, media=[("B", 0, 2), ("A", 0, 2)]))
-    assert isinstance(cut, kv.Allocated)
-    run(step, manager, cut.handle)
+    resumed = manager.allocate(prompt)
+    assert isinstance(resumed, kv.Allocated)
+    run(step, manager, resumed.handle)
+    assert manager.check_integrity() == []
+
+
+def test_a_media_item_that_is_cut_short_is_another_item_from_the_cut_on() -> None:
+    manager = kv.BlockManager(40, 4)
+    step = kv.Step(manager, max_seqs=2, max_tokens=32)
+    whole = manager.prepare([7] * 16, media=[("image", 2, 12)])
+    answer = manager.allocate(whole)
+    assert isinstance(answer, kv.Allocated)
+    run(step, manager, answer.handle)
+    manager.truncate(answer.handle, 10)
+    step.schedule(answer.handle, 3)
+    manager.commit(answer.handle, 3, [7, 7, 7])
+    (prompt,) = manager.preempt(answer.handle)
+    # The blocks before the cut hold what they held; the one that was cut holds the end of a shorter item.
+    assert prompt.block_hashes[:2].tolist() == whole.block_hashes[:2].tolist()
+    assert prompt.block_hashes[2].tolist() != whole.block_hashes[2].tolist()
+    assert manager.match_prefix(prompt) == 12
+    assert (
+        manager.match_prefix(manager.prepare([7] * 16, media=[("image", 2, 12)])) == 12
+    )  # its own third block
+    shorter = manager.prepare([7] * 13, media=[("image", 2, 8)])
+    assert manager.match_prefix(shorter) == 0
     assert manager.check_integrity() == []

@@ -57,9 +57,7 @@ impl Manager {
             orphaned += seq.cut(length, spare, &mut self.pool);
             if length < seq.prompt.ids.len() && !seq.prompt.keys.media.is_empty() {
                 // The media that begin beyond the cut must not mark what is computed there next.
-                let (ids, keys) = (seq.prompt.ids[..length].to_vec(), seq.prompt.keys.cut(length));
-                let known = &seq.prompt.hashes[..seq.prompt.hashes.len().min(length / self.size.get())];
-                seq.prompt = Arc::new(self.preparer.tokens(ids, keys, known));
+                seq.prompt = Arc::new(self.preparer.cut(&seq.prompt, length));
             }
             self.ledger.settle(seq, self.size);
         }
@@ -89,9 +87,8 @@ impl Manager {
         if last * self.size.get() > seq.prompt_len {
             // The ids beside the blocks go with them: keep all of them in the prompt.
             let ids = seq.history(&self.pool);
-            let keys = seq.prompt.keys.cut(ids.len());
             seq.prompt_len = ids.len();
-            seq.prompt = Arc::new(self.preparer.tokens(ids, keys, &[]));
+            seq.prompt = Arc::new(self.preparer.extended(&seq.prompt, ids, &[]));
         }
         let mut num_blocks = 0;
         for column in (first..last).rev() {

@@ -4,7 +4,8 @@
 //! holds for the blocks that its span of placeholder tokens overlaps.
 //! Encoding of a key: kind (1 byte: 1 adapter, 2 salt, 3 media), type of the value (1 byte: 1 text, 2 bytes, 3 integer,
 //! 4 boolean), length of the value (4 bytes little-endian), the value (text as UTF-8, integers as 8 bytes
-//! little-endian); a media key is followed by the block's offset from the item's start (8 bytes little-endian, signed).
+//! little-endian); a media key is followed by the block's offset from the item's start (8 bytes little-endian, signed)
+//! and the number of the item's tokens (8 bytes little-endian).
 //! Invariant: keys are typed, framed and in canonical order, so two different sets of keys never encode alike.
 
 use std::sync::Arc;
@@ -117,12 +118,13 @@ impl Keys {
                 let bytes = framed.entry(block).or_default();
                 item.digest.frame(MEDIA, bytes);
                 bytes.extend(((block * block_size) as i64 - item.start as i64).to_le_bytes());
+                bytes.extend((item.len as u64).to_le_bytes());
             }
         }
         framed.into_iter().map(|(block, bytes)| (block, bytes.into())).collect()
     }
 
-    /// The keys of the first `len` tokens.
+    /// The keys of the first `len` tokens; an item that is cut short is another item.
     pub fn cut(&self, len: usize) -> Self {
         let media = self.media.iter().filter(|item| item.start < len);
         let media = media.map(|item| Media { len: item.len.min(len - item.start), ..item.clone() }).collect();

@@ -209,6 +209,6 @@ impl Manager {
             }
             known.truncate(seq.num_known() / self.size.get());
         }
-        Arc::new(self.preparer.tokens(seq.history(&self.pool), seq.prompt.keys.cut(seq.num_known()), &known))
+        Arc::new(self.preparer.extended(&seq.prompt, seq.history(&self.pool), &known))
     }
 }

@@ -194,7 +194,7 @@ impl Manager {
             );
         };
         let preparer = Preparer::new(hasher, block_size);
-        let no_tokens = preparer.tokens(Vec::new(), Keys::default(), &[]);
+        let no_tokens = preparer.tokens(Vec::new(), Keys::default());
         Ok(Self {
             size: BlockSize::new(block_size),
             pool,

@@ -55,14 +55,36 @@ impl Preparer {
     /// Hash a prompt once for any number of look-ups. Errors: empty keys, media outside the prompt. O(tokens).
     pub fn prepare(&self, ids: Vec<u32>, keys: Keys) -> Result<Prompt> {
         keys.check(ids.len())?;
-        Ok(self.wrap(Arc::new(self.tokens(ids, keys, &[])), None))
+        Ok(self.wrap(Arc::new(self.tokens(ids, keys)), None))
+    }
+
+    /// Hash token ids.
+    pub(crate) fn tokens(&self, ids: Vec<u32>, keys: Keys) -> Tokens {
+        let extras = if keys.media.is_empty() { Vec::new() } else { keys.extras(self.block_size) };
+        self.hash(ids, keys, extras, &[])
+    }
+
+    /// A prompt and what was computed after it, under the same keys; `known`: digests of its leading blocks.
+    pub(crate) fn extended(&self, prompt: &Tokens, ids: Vec<u32>, known: &[Digest]) -> Tokens {
+        self.hash(ids, prompt.keys.clone(), prompt.extras.clone(), known)
+    }
+
+    /// The first `len` tokens of a prompt. A media item that is cut short is another item in the block of the cut; the
+    /// blocks before it keep the key under which they were computed.
+    pub(crate) fn cut(&self, prompt: &Tokens, len: usize) -> Tokens {
+        let full = len / self.block_size;
+        let keys = prompt.keys.cut(len);
+        let before = prompt.extras.iter().filter(|extra| extra.0 < full).cloned();
+        let behind = keys.extras(self.block_size).into_iter().filter(|extra| extra.0 >= full);
+        let extras = before.chain(behind).collect();
+        let known = &prompt.hashes[..prompt.hashes.len().min(full)];
+        self.hash(prompt.ids[..len].to_vec(), keys, extras, known)
     }
 
     /// Hash what `known`, the digests of leading blocks, does not cover.
-    pub(crate) fn tokens(&self, ids: Vec<u32>, keys: Keys, known: &[Digest]) -> Tokens {
+    fn hash(&self, ids: Vec<u32>, keys: Keys, extras: Vec<(usize, Arc<[u8]>)>, known: &[Digest]) -> Tokens {
         let plain = keys.adapter.is_none() && keys.salt.is_none();
         let namespace = if plain { Arc::clone(&self.no_keys) } else { keys.namespace() };
-        let extras = if keys.media.is_empty() { Vec::new() } else { keys.extras(self.block_size) };
         let mut tokens = Tokens { ids, hashes: Vec::new(), keys, namespace, root: self.root, extras };
         if let Some(hasher) = &self.hasher {
             if !plain {

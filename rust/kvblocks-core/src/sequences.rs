@@ -109,8 +109,8 @@ mod tests {
     #[test]
     fn a_freed_sequence_does_not_keep_its_prompt() {
         let preparer = Preparer::new(None, 4);
-        let mut seqs = Sequences::new(preparer.tokens(Vec::new(), Keys::default(), &[]));
-        let prompt = Arc::new(preparer.tokens(vec![1, 2, 3], Keys::default(), &[]));
+        let mut seqs = Sequences::new(preparer.tokens(Vec::new(), Keys::default()));
+        let prompt = Arc::new(preparer.tokens(vec![1, 2, 3], Keys::default()));
         let handle = seqs.insert(Sequence::new(Arc::clone(&prompt), 0));
         assert_eq!(Arc::strong_count(&prompt), 2);
         drop(seqs.remove(handle));

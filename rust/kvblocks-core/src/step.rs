@@ -20,7 +20,7 @@ use crate::sequence::{InFlight, Sequence, MAX_IN_FLIGHT};
 pub enum Policy {
     /// Schedule nothing.
     All,
-    /// Schedule the longest prefix that fits.
+    /// Schedule the longest prefix that fits, into the pool and into the arrays.
     Fit,
 }
 
@@ -84,7 +84,7 @@ pub struct Scheduled {
     pub num_changes: usize,
     /// Longest block table of the step.
     pub max_blocks: usize,
-    /// Why row `num_seqs` was not scheduled.
+    /// Why row `num_seqs` was not scheduled; `Later` with 0 blocks short: the arrays are full.
     pub refusal: Option<Refusal>,
 }
 
@@ -113,12 +113,12 @@ enum Tail {
 impl Manager {
     /// Schedule the next tokens of a batch and fill the index arrays of the step.
     ///
-    /// Errors: lengths, stale, duplicate or preempted handles, negative counts, a batch larger than the arrays, too many
-    /// steps in flight. A refusal under `Policy::All` leaves manager and arrays unchanged. O(rows + tokens + changed
+    /// Errors: lengths, stale, duplicate or preempted handles, negative counts, a batch (under `Policy::Fit` a row) larger
+    /// than the arrays, too many steps in flight. A refusal under `Policy::All` leaves manager and arrays unchanged. O(rows + tokens + changed
     /// columns).
     pub fn schedule(&mut self, request: &StepRequest, out: &mut StepArrays) -> Result<Scheduled> {
-        self.check_step(request, out)?;
-        let (num_seqs, refusal) = self.plan_step(request);
+        let most_rows = self.check_step(request, out)?;
+        let (num_seqs, refusal) = self.plan_step(request, most_rows);
         if refusal.is_some() && request.policy == Policy::All {
             return Ok(Scheduled { refusal, ..Scheduled::default() });
         }
@@ -178,8 +178,9 @@ impl Manager {
         Ok(step)
     }
 
-    /// Check the batch, and leave the rows that need something of the pool in `self.plan`, their needs open.
-    fn check_step(&mut self, request: &StepRequest, out: &StepArrays) -> Result<()> {
+    /// Check the batch, and leave the rows that need something of the pool in `self.plan`, their needs open. Returns how
+    /// many rows the arrays hold: all, or under `Policy::Fit` the longest prefix.
+    fn check_step(&mut self, request: &StepRequest, out: &StepArrays) -> Result<usize> {
         let rows = request.handles.len();
         request.num_new.check("num_new", rows)?;
         request.lookahead.check("lookahead", rows)?;
@@ -189,19 +190,30 @@ impl Manager {
                 Err(Error::Value { argument, got: got as i64, expected: format!("at most {most} ({of})") })
             }
         };
-        fits("handles", rows, out.seq_lens.len(), "sequences of the step")?;
-        fits("pad_seqs", request.pad_seqs, out.seq_lens.len(), "sequences of the step")?;
-        fits("pad_tokens", request.pad_tokens, out.slot_mapping.len(), "tokens of the step")?;
+        let (max_seqs, max_tokens) = (out.seq_lens.len(), out.slot_mapping.len());
+        let may_cut = request.policy == Policy::Fit;
+        if !may_cut {
+            fits("handles", rows, max_seqs, "sequences of the step")?;
+        }
+        fits("pad_seqs", request.pad_seqs, max_seqs, "sequences of the step")?;
+        fits("pad_tokens", request.pad_tokens, max_tokens, "tokens of the step")?;
         self.next_batch();
         self.plan.clear();
         // For the largest step of these arrays, so that only the first one allocates.
-        self.plan.reserve(out.seq_lens.len());
-        let mut num_tokens = 0;
+        self.plan.reserve(max_seqs);
+        let (mut num_tokens, mut most_rows) = (0, rows.min(max_seqs));
         for (row, &handle) in request.handles.iter().enumerate() {
             let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
             check_member(seq, handle, self.batch, true)?;
             let (num_new, lookahead) = (request.num_new.at(row), request.lookahead.at(row));
+            if may_cut && num_new > max_tokens {
+                let expected = format!("at most {max_tokens} (tokens of the step)");
+                return Err(Error::Row { argument: "num_new", row, got: num_new as i64, expected });
+            }
             num_tokens += num_new;
+            if num_tokens > max_tokens {
+                most_rows = most_rows.min(row);
+            }
             if seq.in_flight.len() == MAX_IN_FLIGHT {
                 let expected = format!("a sequence with fewer than {MAX_IN_FLIGHT} steps in flight");
                 return Err(Error::Row { argument: "handles", row, got: handle.0, expected });
@@ -215,7 +227,9 @@ impl Manager {
                     let expected = format!("a sequence of at most {} tokens", i32::MAX);
                     return Err(Error::Row { argument: "num_new", row, got: num_new as i64, expected });
                 }
-                self.plan.push(RowPlan { row, num_new_blocks: 0, tail: Tail::Writable });
+                if row < most_rows {
+                    self.plan.push(RowPlan { row, num_new_blocks: 0, tail: Tail::Writable });
+                }
             }
             if columns > out.max_blocks {
                 let columns_of = "columns of block_tables; raise max_blocks_per_seq";
@@ -223,16 +237,19 @@ impl Manager {
                 return Err(Error::Row { argument: "blocks of handles", row, got: columns as i64, expected });
             }
         }
-        fits("sum of num_new", num_tokens, out.slot_mapping.len(), "tokens of the step")
+        if !may_cut {
+            fits("sum of num_new", num_tokens, max_tokens, "tokens of the step")?;
+        }
+        Ok(most_rows)
     }
 
-    /// Fill in `self.plan`; returns how many rows fit and why the next does not. Owners that will copy a shared block have
-    /// already left it, for the rows that fit.
-    fn plan_step(&mut self, request: &StepRequest) -> (usize, Option<Refusal>) {
+    /// Fill in `self.plan`; returns how many of `most_rows` fit and why the next row does not. Owners that will copy a
+    /// shared block have already left it, for the rows that fit.
+    fn plan_step(&mut self, request: &StepRequest, most_rows: usize) -> (usize, Option<Refusal>) {
         let capacity_blocks = self.capacity();
         let available = self.pool.num_available();
-        let mut refusal = None;
-        let (mut need, mut num_planned, mut num_rows) = (0, 0, request.handles.len());
+        let mut refusal = (most_rows < request.handles.len()).then_some(Refusal::Later { num_blocks: 0 });
+        let (mut need, mut num_planned, mut num_rows) = (0, 0, most_rows);
         for plan in &mut self.plan {
             let seq = &self.seqs[request.handles[plan.row]];
             let num_new = request.num_new.at(plan.row);

@@ -186,17 +186,20 @@ impl ReferenceStateMachine for Reference {
             (2..16usize, 1..5usize, 0..3usize),
             (any::<bool>(), any::<bool>(), prop::bool::weighted(0.85)),
             (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>()),
+            (prop_oneof![Just(MAX_TOKENS), 8..20usize], prop_oneof![Just(MAX_SEQS), 1..4usize]),
         )
             .prop_map(
                 |(
                     (capacity, block_size, watermark),
                     (degenerate_hash, null_block, caching),
                     (token_hits, on_schedule, merge, first_freed),
+                    (max_tokens, max_seqs),
                 )| {
                     let mut naive = Naive::new(capacity, block_size, watermark.min(capacity), caching);
                     naive.full_hit = if token_hits { FullHit::Token } else { FullHit::WholeBlock };
                     naive.publish = if on_schedule { Publish::OnSchedule } else { Publish::OnCommit };
                     naive.merge = merge;
+                    (naive.max_tokens, naive.max_seqs) = (max_tokens, max_seqs);
                     naive.reuse = if first_freed { Reuse::FirstFreed } else { Reuse::LastFreed };
                     Reference { naive, degenerate_hash, null_block }
                 },
@@ -265,16 +268,16 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn new(padding: i32) -> Self {
+    fn new(padding: i32, max_seqs: usize, max_tokens: usize) -> Self {
         Self {
-            block_tables: vec![padding; MAX_SEQS * MAX_BLOCKS],
-            slot_mapping: vec![-1; MAX_TOKENS],
-            positions: vec![0; MAX_TOKENS],
-            seq_lens: vec![0; MAX_SEQS],
-            query_start_loc: vec![0; MAX_SEQS + 1],
-            copies: vec![0; 2 * MAX_SEQS],
-            changes: vec![0; 3 * MAX_SEQS],
-            rows: vec![RowState::default(); MAX_SEQS],
+            block_tables: vec![padding; max_seqs * MAX_BLOCKS],
+            slot_mapping: vec![-1; max_tokens],
+            positions: vec![0; max_tokens],
+            seq_lens: vec![0; max_seqs],
+            query_start_loc: vec![0; max_seqs + 1],
+            copies: vec![0; 2 * max_seqs],
+            changes: vec![0; 3 * max_seqs],
+            rows: vec![RowState::default(); max_seqs],
         }
     }
 
@@ -349,9 +352,13 @@ impl Test {
             num_new: Counts::Each(&num_new),
             lookahead: Counts::Each(&lookahead),
             policy: if fit { Policy::Fit } else { Policy::All },
-            pad_seqs: MAX_SEQS,
-            pad_tokens: MAX_TOKENS,
+            pad_seqs: self.reference.naive.max_seqs,
+            pad_tokens: self.reference.naive.max_tokens,
         };
+        if self.reference.naive.schedule_error(&batch, fit) {
+            self.manager.schedule(&request, &mut self.step.arrays()).unwrap_err();
+            return;
+        }
         let starts: Vec<_> = batch.iter().map(|row| self.reference.naive.seqs[&row.0].scheduled).collect();
         let (expected_rows, expected_refusal) = self.naive().schedule(&batch, fit);
         let shown = self.step.block_tables.clone();
@@ -588,7 +595,7 @@ impl StateMachineTest for Test {
         })
         .unwrap();
         Test {
-            step: Buffers::new(manager.padding()),
+            step: Buffers::new(manager.padding(), naive.max_seqs, naive.max_tokens),
             reference: reference.clone(),
             manager,
             handles: HashMap::new(),

@@ -101,6 +101,9 @@ pub struct Naive {
     pub publish: Publish,
     pub merge: bool,
     pub reuse: Reuse,
+    /// Tokens and sequences that the arrays of a step hold.
+    pub max_tokens: usize,
+    pub max_seqs: usize,
     /// Blocks that are in no queue.
     pub free: usize,
     pub blocks: Vec<Block>,
@@ -132,6 +135,8 @@ impl Naive {
             publish: Publish::OnCommit,
             merge: false,
             reuse: Reuse::LastFreed,
+            max_tokens: usize::MAX,
+            max_seqs: usize::MAX,
             free: capacity,
             blocks: Vec::new(),
             queue: Vec::new(),
@@ -437,6 +442,15 @@ impl Naive {
         (num_rows, refusal)
     }
 
+    /// Whether a batch, or under `fit` a single row, is larger than the arrays.
+    pub fn schedule_error(&self, rows: &[(Name, usize, usize, Vec<u32>)], fit: bool) -> bool {
+        let tokens = rows.iter().map(|row| row.1);
+        match fit {
+            true => tokens.max() > Some(self.max_tokens),
+            false => rows.len() > self.max_seqs || tokens.sum::<usize>() > self.max_tokens,
+        }
+    }
+
     fn try_schedule(
         &mut self,
         rows: &[(Name, usize, usize, Vec<u32>)],
@@ -444,7 +458,12 @@ impl Naive {
     ) -> (usize, Option<Refusal>) {
         let mut trial = self.clone();
         let mut refusal = None;
+        let mut num_tokens = 0;
         for (row, (name, num_new, lookahead, ids)) in rows.iter().enumerate() {
+            num_tokens += num_new;
+            if row == self.max_seqs || num_tokens > self.max_tokens {
+                return (row, Some(Refusal::Later { num_blocks: 0 }));
+            }
             let holes = self.seqs[name].table.iter().filter(|&&block| block == HOLE).count();
             let columns = self.blocks_for(self.seqs[name].scheduled + num_new + lookahead);
             let need = columns.saturating_sub(holes);
