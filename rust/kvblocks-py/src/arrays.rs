@@ -157,18 +157,44 @@ impl<'py> CountArgument<'py> {
 }
 
 /// `tokens`: int32, int64 or uint32 array [n], or a sequence of ints, each in 0..2**32.
-pub fn tokens(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    if object.cast::<PyArray1<i32>>().is_ok() {
-        let ids = Numbers::<i32>::new("tokens", "int32", object)?;
-        // One pass that the compiler turns into vector instructions; the exact place matters to an error only.
-        match ids.get().iter().fold(0, |all, &id| all | id) {
-            0.. => Ok(bytemuck::cast_slice(ids.get()).to_vec()),
-            _ => checked_ids(ids.get()),
+pub enum TokenIds<'py> {
+    Int32(Numbers<'py, i32>),
+    Uint32(Numbers<'py, u32>),
+    Owned(Vec<u32>),
+}
+
+impl<'py> TokenIds<'py> {
+    pub fn new(object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if object.cast::<PyArray1<i32>>().is_ok() {
+            let ids = Numbers::<i32>::new("tokens", "int32", object)?;
+            // One pass that the compiler turns into vector instructions; the exact place matters to an error only.
+            match ids.get().iter().fold(0, |all, &id| all | id) {
+                0.. => Ok(Self::Int32(ids)),
+                _ => checked_ids(ids.get()).map(Self::Owned),
+            }
+        } else if object.cast::<PyArray1<u32>>().is_ok() {
+            Ok(Self::Uint32(Numbers::new("tokens", "uint32", object)?))
+        } else {
+            checked_ids(Numbers::<i64>::new("tokens", "int32 or int64", object)?.get()).map(Self::Owned)
         }
-    } else if object.cast::<PyArray1<u32>>().is_ok() {
-        Ok(Numbers::<u32>::new("tokens", "uint32", object)?.get().to_vec())
-    } else {
-        checked_ids(Numbers::<i64>::new("tokens", "int32 or int64", object)?.get())
+    }
+
+    /// The ids where they stand, to be read while the interpreter is held: another thread may write to the array.
+    pub fn get(&self) -> &[u32] {
+        match self {
+            // Not negative, or it would have been refused.
+            Self::Int32(ids) => bytemuck::cast_slice(ids.get()),
+            Self::Uint32(ids) => ids.get(),
+            Self::Owned(ids) => ids,
+        }
+    }
+
+    /// The ids as the caller's own, copied if need be.
+    pub fn into_vec(self) -> Vec<u32> {
+        match self {
+            Self::Owned(ids) => ids,
+            borrowed => borrowed.get().to_vec(),
+        }
     }
 }
 

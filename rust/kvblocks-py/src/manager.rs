@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::answers::{self, PyDropped, PyFragmentation, PyFreed, PyPrompt, PySequence, PyStats, PyUsage};
-use crate::arrays::{self, optional_size, word, CountArgument, Handles, Int, Numbers};
+use crate::arrays::{self, optional_size, word, CountArgument, Handles, Int, Numbers, TokenIds};
 use crate::errors::{to_python, ForkedProcessError};
 use crate::process;
 
@@ -188,7 +188,7 @@ impl PyBlockManager {
         media: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyPrompt> {
         self.check_process()?;
-        let ids = arrays::tokens(tokens)?;
+        let ids = TokenIds::new(tokens)?.into_vec();
         let keys = arrays::keys(adapter, salt, media)?;
         // Letting go of the interpreter costs more than a short prompt.
         let prompt = match ids.len() {
@@ -243,8 +243,9 @@ impl PyBlockManager {
     ) -> PyResult<()> {
         let handles = Handles::new(handles)?;
         let counts = CountArgument::new("counts", counts)?;
-        let ids = tokens.map(arrays::tokens).transpose()?.unwrap_or_default();
-        self.lock(py)?.commit(handles.get(), counts.get(), &ids).map_err(to_python)
+        let ids = tokens.map(TokenIds::new).transpose()?;
+        let ids = ids.as_ref().map_or(&[][..], TokenIds::get);
+        self.lock(py)?.commit(handles.get(), counts.get(), ids).map_err(to_python)
     }
 
     fn abort_step(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -467,11 +468,21 @@ pub fn block_hashes<'py>(
     salt: Option<&Bound<'py, PyAny>>,
     media: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyArray2<u8>>> {
-    let ids = arrays::tokens(tokens)?;
+    let ids = TokenIds::new(tokens)?;
     let keys = arrays::keys(adapter, salt, media)?;
     let hasher =
         BlockHasher { algorithm: word("algorithm", algorithm, &ALGORITHMS)?, seed: arrays::seed(seed)? };
     let block_size = block_size.size("block_size")?;
-    let digests = py.detach(|| hasher.chain(&ids, &keys, parent, block_size)).map_err(to_python)?;
-    answers::digests(py, &digests, hasher.algorithm)
+    let brief = match hasher.algorithm {
+        Algorithm::Sha256 => 4096,
+        _ => 65_536,
+    };
+    let digests = if ids.get().len() <= brief {
+        hasher.chain(ids.get(), &keys, parent, block_size)
+    } else {
+        // Long: let go of the interpreter, with a copy that nobody else can write to.
+        let ids = ids.into_vec();
+        py.detach(|| hasher.chain(&ids, &keys, parent, block_size))
+    };
+    answers::digests(py, &digests.map_err(to_python)?, hasher.algorithm)
 }
