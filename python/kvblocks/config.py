@@ -1,21 +1,19 @@
 """The description of a cache: how many layers, heads and tokens a block holds, in which dtype and layout.
 
-Owns `CacheConfig`, the table of cache dtypes and `parse_memory`. Imports NumPy and the standard library only.
+Owns `CacheConfig` and `parse_memory`. Imports formats.
 Invariant: a `CacheConfig` that exists is valid, and every size derived from it is exact.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cached_property
+from typing import Final
 
 import numpy as np
 
-# bfloat16 has no NumPy dtype: its bits are kept in uint16, here and in every argument of the library.
-STORAGE_DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-}
+from kvblocks.formats import STORAGE_DTYPES, KVFormat
+
 LAYOUTS: Final = ("NHD", "HND")
 
 _UNITS: Final[dict[str, int]] = {"B": 1} | {
@@ -33,7 +31,9 @@ class CacheConfig:
     head_dim, head_dim_v: elements of a K row and of a V row (None: as K; stored resolved).
     dtype: "float32", "float16" or "bfloat16". block_size: tokens per block, any integer >= 1.
     layout: "NHD" [num_blocks, block_size, num_kv_heads, head_dim] or "HND" (the two middle axes swapped).
-    Raises ValueError that names the field, its value and what is allowed.
+    kv_format: how K and V are stored, "K,V" or one for both, such as "int8:channel,int8" (see `FORMATS`); a sequence
+    of these gives each layer its own; None stands for dtype. residual_tokens: the newest tokens that formats with
+    a residual keep in 16 bit, at least so many. Raises ValueError that names the field, its value and what is allowed.
     """
 
     num_layers: int
@@ -43,25 +43,78 @@ class CacheConfig:
     dtype: str = "float32"
     block_size: int = 16
     layout: str = "NHD"
+    kv_format: str | KVFormat | Sequence[str | KVFormat] | None = None
+    residual_tokens: int = 128
 
     def __post_init__(self) -> None:
         if self.head_dim_v is None:
             object.__setattr__(self, "head_dim_v", self.head_dim)
-        for field in ("num_layers", "num_kv_heads", "head_dim", "head_dim_v", "block_size"):
+        for field in (
+            "num_layers",
+            "num_kv_heads",
+            "head_dim",
+            "head_dim_v",
+            "block_size",
+            "residual_tokens",
+        ):
             object.__setattr__(self, field, _positive(field, getattr(self, field)))
         _one_of("dtype", self.dtype, tuple(STORAGE_DTYPES))
         _one_of("layout", self.layout, LAYOUTS)
+        given = self.kv_format
+        if given is not None and not isinstance(given, (str, KVFormat)):
+            # As a tuple of texts the config stays a value that can be hashed and compared.
+            object.__setattr__(self, "kv_format", tuple(str(KVFormat.parse(each)) for each in given))
+            if len(given) != self.num_layers:
+                raise ValueError(
+                    f"kv_format has {len(given)} entries: expected one of each of the {self.num_layers} layers"
+                )
+        elif given is not None:
+            object.__setattr__(self, "kv_format", str(KVFormat.parse(given)))
+        for kv_format in set(self.formats):
+            kv_format.check(self.block_size, self.head_dim, self.head_dim_v or self.head_dim)
+
+    @cached_property
+    def formats(self) -> tuple[KVFormat, ...]:
+        """How each layer is stored [num_layers]."""
+        if isinstance(self.kv_format, tuple):
+            return tuple(KVFormat.parse(text) for text in self.kv_format)
+        return (KVFormat.parse(str(self.kv_format or self.dtype)),) * self.num_layers
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether some layer keeps its newest tokens in 16 bit."""
+        return any(kv_format.has_residual for kv_format in self.formats)
+
+    @property
+    def residual_dtype(self) -> str:
+        """The 16-bit dtype of the residual: bfloat16 where dtype is, else float16."""
+        return "bfloat16" if self.dtype == "bfloat16" else "float16"
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in all layers."""
-        row_elements = self.head_dim + (self.head_dim_v or self.head_dim)
-        return self.num_layers * self.num_kv_heads * row_elements * STORAGE_DTYPES[self.dtype].itemsize
+        """Bytes of K and V of one token in all layers: its codes, and its part of scales and zeros."""
+        return self.bytes_per_block // self.block_size
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of K and V of one block in all layers."""
-        return self.block_size * self.bytes_per_token
+        """Bytes of K and V of one block in all layers, scales and zeros included."""
+        sizes = (self.block_size, *self._sizes)
+        return sum(kv_format.bytes_per_block(*sizes) for kv_format in self.formats)
+
+    @property
+    def bytes_per_seq(self) -> int:
+        """Bytes of the 16-bit residual of one sequence in all layers; 0 for formats that have none."""
+        sizes = (self.residual_tokens, self.block_size, *self._sizes)
+        return sum(kv_format.residual_bytes(*sizes) for kv_format in self.formats)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of static scales in all layers, whatever the number of blocks."""
+        return sum(kv_format.fixed_bytes(*self._sizes) for kv_format in self.formats)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.num_kv_heads, self.head_dim, self.head_dim_v or self.head_dim
 
 
 def parse_memory(size: str | int) -> int:

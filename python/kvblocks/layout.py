@@ -1,6 +1,7 @@
 """From a `CacheConfig` to arrays: shapes, storage of one layer, and the meaning of a storage element.
 
-Owns `storage_shape`, `LayerCache` and the conversion between float32 and the cache dtypes. Imports config.
+Owns `storage_shape`, `LayerCache` and the conversion between float32 and the plain dtypes. Imports config and
+formats.
 Invariant: a `LayerCache` that exists has arrays of agreeing shape and dtype; a slot always means
 (slot // block_size, slot % block_size) of that cache's own block size.
 """
@@ -11,7 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.config import LAYOUTS, STORAGE_DTYPES, CacheConfig
+from kvblocks.config import LAYOUTS, CacheConfig
+from kvblocks.formats import STORAGE_DTYPES, Format, KVFormat
 
 # Storage is a numpy.ndarray for CPU backends and an array of the same interface for device backends.
 Array: TypeAlias = Any
@@ -46,37 +48,45 @@ def dtype_name(storage: np.dtype[Any]) -> str:
     raise TypeError(f"dtype {storage}, expected float32, float16 or uint16 (bfloat16 bits){hint}")
 
 
-def storage_shape(config: CacheConfig, num_blocks: int) -> tuple[Shape, Shape]:
-    """Shapes of one layer's K and V arrays, in the order of the config's layout."""
+def storage_shape(config: CacheConfig, num_blocks: int, layer: int = 0) -> tuple[Shape, Shape]:
+    """Shapes of a layer's arrays of K codes and V codes, in the order of the config's layout."""
     blocks = {"num_blocks": num_blocks, "block_size": config.block_size, "num_kv_heads": config.num_kv_heads}
     first, second, third, _ = (blocks.get(axis, 0) for axis in _AXES[config.layout])
-    head_dim_v = config.head_dim_v or config.head_dim
-    return (first, second, third, config.head_dim), (first, second, third, head_dim_v)
+    kv_format = config.formats[layer]
+    return (
+        (first, second, third, kv_format.k.row_elements(config.head_dim)),
+        (first, second, third, kv_format.v.row_elements(config.head_dim_v or config.head_dim)),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
     """K and V of one layer; a view on memory that its backend, or the caller, owns.
 
-    k: [num_blocks, block_size, num_kv_heads, head_dim] for layout "NHD", the two middle axes swapped for
-    "HND"; strides as the backend takes them. v: the same with head_dim_v. dtype: the name of the cache dtype.
-    Raises TypeError or ValueError that names the array, the axis and both numbers.
+    k: codes [num_blocks, block_size, num_kv_heads, stored elements of a row] for layout "NHD", the two middle axes
+    swapped for "HND"; strides as the backend takes them. v: the same. format: a `KVFormat`, or the text of one.
+    k_scale, k_zero, v_scale, v_zero: where the format has them, in the shapes that stand in `formats`, which do not
+    follow the layout. Raises TypeError or ValueError that names the array, the axis and both numbers.
     """
 
     k: Array = field(repr=False)
     v: Array = field(repr=False)
-    dtype: str
+    format: KVFormat
     block_size: int
     layout: str
+    k_scale: Array | None = field(default=None, repr=False)
+    k_zero: Array | None = field(default=None, repr=False)
+    v_scale: Array | None = field(default=None, repr=False)
+    v_zero: Array | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        storage = storage_dtype(self.dtype)
+        object.__setattr__(self, "format", KVFormat.parse(self.format))
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is {self.layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
         axes = _AXES[self.layout]
-        for name, array in (("k", self.k), ("v", self.v)):
-            if array.dtype != storage:
-                raise TypeError(f"{name}: dtype {array.dtype}, a {self.dtype} cache is stored as {storage}")
+        for name, array, part in (("k", self.k, self.format.k), ("v", self.v, self.format.v)):
+            if array.dtype != part.storage:
+                raise TypeError(f"{name}: dtype {array.dtype}, a {part} cache is stored as {part.storage}")
             if array.ndim != 4:
                 raise ValueError(f"{name}: {array.ndim} axes, expected 4 ({', '.join(axes)})")
             for axis, size in enumerate(array.shape):
@@ -93,6 +103,9 @@ class LayerCache:
                 raise ValueError(
                     f"v: axis {axis} ({axes[axis]}) is {self.v.shape[axis]}, k has {self.k.shape[axis]}"
                 )
+        self.format.check(self.block_size, self.head_dim, self.head_dim_v)
+        _check_scales("k", self.format.k, self.k_scale, self.k_zero, self._scale_sizes(self.head_dim))
+        _check_scales("v", self.format.v, self.v_scale, self.v_zero, self._scale_sizes(self.head_dim_v))
 
     @property
     def num_blocks(self) -> int:
@@ -112,34 +125,92 @@ class LayerCache:
     @property
     def head_dim(self) -> int:
         """Elements of a K row."""
-        return int(self.k.shape[3])
+        return _row_values(self.format.k, self.k)
 
     @property
     def head_dim_v(self) -> int:
         """Elements of a V row."""
-        return int(self.v.shape[3])
+        return _row_values(self.format.v, self.v)
 
     @property
     def k_nhd(self) -> Array:
-        """K as [num_blocks, block_size, num_kv_heads, head_dim] whatever the layout; a view."""
+        """Codes of K as [num_blocks, block_size, num_kv_heads, ..] whatever the layout; a view."""
         return self.k.transpose(_NHD_ORDER[self.layout])
 
     @property
     def v_nhd(self) -> Array:
-        """V as [num_blocks, block_size, num_kv_heads, head_dim_v] whatever the layout; a view."""
+        """Codes of V as [num_blocks, block_size, num_kv_heads, ..] whatever the layout; a view."""
         return self.v.transpose(_NHD_ORDER[self.layout])
+
+    @property
+    def named_arrays(self) -> tuple[tuple[str, Array], ...]:
+        """Every array of the cache with its name: codes, scales, zeros."""
+        named = ((name, getattr(self, name)) for name in ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero"))
+        return tuple((name, array) for name, array in named if array is not None)
+
+    @property
+    def block_arrays(self) -> tuple[Array, ...]:
+        """The arrays whose first axis is num_blocks: all but static scales. What a block is copied with."""
+        static = {
+            name for name, part in (("k_scale", self.format.k), ("v_scale", self.format.v)) if part.is_static
+        }
+        return tuple(array for name, array in self.named_arrays if name not in static)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(int(array.nbytes) for _, array in self.named_arrays)
+
+    def _scale_sizes(self, dim: int) -> tuple[int, int, int, int]:
+        return self.num_blocks, self.block_size, self.num_kv_heads, dim
+
+
+def _row_values(part: Format, array: Array) -> int:
+    return int(array.shape[3]) * part.storage.itemsize * 8 // part.bits
+
+
+def _check_scales(
+    name: str, part: Format, scale: Array | None, zero: Array | None, sizes: tuple[int, int, int, int]
+) -> None:
+    shape = part.scale_shape(*sizes)
+    for kind, array, needed in (("scale", scale, shape is not None), ("zero", zero, part.has_zero)):
+        if array is None and needed:
+            raise ValueError(f"{name}_{kind}: missing, a {part} cache needs one of shape {shape}")
+        if array is None:
+            continue
+        if not needed:
+            raise ValueError(f"{name}_{kind}: a {part} cache has none")
+        if array.dtype != part.scale_dtype:
+            raise TypeError(f"{name}_{kind}: dtype {array.dtype}, expected {part.scale_dtype}")
+        if tuple(array.shape) != shape:
+            raise ValueError(f"{name}_{kind}: shape {tuple(array.shape)}, a {part} cache needs {shape}")
 
 
 def allocate_host(config: CacheConfig, num_blocks: int) -> list[LayerCache]:
-    """One cache a layer in new host memory, of undefined contents."""
-    dtype = storage_dtype(config.dtype)
-    k_shape, v_shape = storage_shape(config, num_blocks)
-    return [
-        LayerCache(
-            np.empty(k_shape, dtype), np.empty(v_shape, dtype), config.dtype, config.block_size, config.layout
+    """One cache a layer in new host memory, of undefined contents; static scales are NaN until they are set."""
+
+    def scales(part: Format, dim: int) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        shape = part.scale_shape(num_blocks, config.block_size, config.num_kv_heads, dim)
+        if shape is None:
+            return None, None
+        scale = np.full(shape, np.nan, np.float32) if part.is_static else np.empty(shape, part.scale_dtype)
+        return scale, np.empty(shape, part.scale_dtype) if part.has_zero else None
+
+    caches = []
+    for layer, kv_format in enumerate(config.formats):
+        k_shape, v_shape = storage_shape(config, num_blocks, layer)
+        caches.append(
+            LayerCache(
+                np.empty(k_shape, kv_format.k.storage),
+                np.empty(v_shape, kv_format.v.storage),
+                kv_format,
+                config.block_size,
+                config.layout,
+                *scales(kv_format.k, config.head_dim),
+                *scales(kv_format.v, config.head_dim_v or config.head_dim),
+            )
         )
-        for _ in range(config.num_layers)
-    ]
+    return caches
 
 
 def to_float32(array: NDArray[Any]) -> NDArray[np.float32]:

@@ -131,7 +131,7 @@ class Scene:
     def check(self, *, tolerance: float | None = None, **options: Any) -> None:
         """Compare the backend with the reference."""
         if tolerance is None:
-            tolerance = max(TOLERANCE[self.q_dtype], TOLERANCE[self.cache.dtype])
+            tolerance = max(TOLERANCE[self.q_dtype], TOLERANCE[self.cache.format.k.name])
         out, lse = self.attend(**options)
         expected_out, expected_lse = self.expected(**options)
         rows_close(load(out), expected_out, tolerance)

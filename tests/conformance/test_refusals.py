@@ -493,7 +493,7 @@ class TestAllocate:
 def test_storage_that_backends_do_not_take(harness: Harness, name: str, view, message: str) -> None:
     arrays = {"k": np.zeros((3, 4, 2, 8), np.float32), "v": np.zeros((3, 4, 2, 8), np.float32)}
     arrays[name] = view(arrays[name])
-    cache = LayerCache(**arrays, dtype="float32", block_size=4, layout="NHD")
+    cache = LayerCache(**arrays, format="float32", block_size=4, layout="NHD")
     k, v = (np.ones((1, 2, array.shape[3]), np.float32) for array in arrays.values())
     q, one = np.ones((1, 2, k.shape[2]), np.float32), np.array([1], np.int32)
     for call in (

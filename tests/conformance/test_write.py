@@ -43,7 +43,7 @@ def check_write(harness: Harness, cache: LayerCache, k: np.ndarray, v: np.ndarra
         host = harness.to_host(array).copy()
         for slot, row in zip(slots, rows, strict=False):
             if slot != -1:
-                host[element(cache, slot)] = store(load(row), cache.dtype)
+                host[element(cache, slot)] = store(load(row), cache.format.k.name)
         expected.append(host.tobytes())
     write(harness, cache, k, v, slots)
     assert snapshot(harness, cache) == expected

@@ -71,7 +71,22 @@ def test_shapes_by_layout() -> None:
 @pytest.mark.parametrize(
     ("k", "v", "dtype", "layout", "error", "message"),
     [
-        ((3, 4, 2, 8), (3, 4, 2, 8), "int4", "NHD", ValueError, "dtype is 'int4': expected one of 'float32'"),
+        (
+            (3, 4, 2, 8),
+            (3, 4, 2, 8),
+            "int5",
+            "NHD",
+            ValueError,
+            "k_format is 'int5': expected one of 'float32'",
+        ),
+        (
+            (3, 4, 2, 8),
+            (3, 4, 2, 8),
+            "int4",
+            "NHD",
+            TypeError,
+            "k: dtype float32, a int4 cache is stored as uint8",
+        ),
         ((3, 4, 2, 8), (3, 4, 2, 8), "float32", "DHN", ValueError, "layout is 'DHN': expected one of 'NHD'"),
         ((3, 4, 2, 8), (3, 4, 2, 8), "float16", "NHD", TypeError, "k: dtype float32, a float16 cache"),
         (

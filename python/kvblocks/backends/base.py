@@ -29,20 +29,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from kvblocks.backends.codecs import Encoded
 from kvblocks.config import CacheConfig
+from kvblocks.formats import Format
 from kvblocks.layout import Array, LayerCache
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """The newest keys and values of a batch, which `attend` reads from here and not from the cache.
+
+    k [>= start_loc[-1], num_kv_heads, head_dim] and v [.., head_dim_v]: float32, float16 or bfloat16 bits, contiguous
+    rows. start_loc int32 [num_seqs + 1]: row i has start_loc[i]..start_loc[i + 1], the last keys of its sequence. The
+    caller owns the arrays.
+    """
+
+    k: Array
+    v: Array
+    start_loc: Array
 
 
 @dataclass(frozen=True)
 class Supported:
     """What a backend can do; everything else is refused with the list that holds here.
 
-    head_dims, block_sizes: None for any value >= 1; else what is allowed (a range or a tuple), head_dims for
-    K and for V. features: of "window", "soft_cap", "sinks", "alibi", "lse".
+    k_formats, v_formats: as `str(Format)` writes them; mixed: whether K and V of a layer may differ. head_dims,
+    block_sizes: None for any value >= 1; else what is allowed (a range or a tuple), head_dims for K and for V.
+    features: of "window", "soft_cap", "sinks", "alibi", "lse", "tail".
     """
 
     q_dtypes: tuple[str, ...]
-    kv_dtypes: tuple[str, ...]
+    k_formats: tuple[str, ...]
+    v_formats: tuple[str, ...]
+    mixed: bool
     layouts: tuple[str, ...]
     features: frozenset[str]
     head_dims: Sequence[int] | None = None
@@ -68,7 +87,8 @@ class Backend(Protocol):
         """Store the first num_slots rows of k and v at their slots.
 
         k [>= num_slots, num_kv_heads, head_dim], v [>= num_slots, num_kv_heads, head_dim_v], slot_mapping
-        int64 [num_slots]. O(num_slots).
+        int64 [num_slots]. A format whose scales span tokens is written in whole groups: slots that name a part of one
+        are a ValueError, and so is a static scale that has not been set. O(num_slots).
         """
 
     def attend(
@@ -84,6 +104,7 @@ class Backend(Protocol):
         soft_cap: float | None = None,
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
+        tail: Tail | None = None,
         out: Array | None = None,
         lse: Array | None = None,
     ) -> Array:
@@ -98,7 +119,8 @@ class Backend(Protocol):
         s = scale * q.k (scale: 1 / sqrt(head_dim) by default), then soft_cap * tanh(s / soft_cap), then
         + alibi_slopes[h] * (j - p); exp(sinks[h]) joins the denominator. sinks and alibi_slopes are float32
         [num_q_heads]; a sink of -inf is none. lse is the natural log of the denominator, the sink included:
-        of states to be merged, give the sinks to one only.
+        of states to be merged, give the sinks to one only. tail: the last keys of each row, which seq_lens counts too;
+        their slots are not read.
 
         Rows of seq_len 0, queries of no row, and queries whose logits are all -inf, a sink included, give
         exactly 0 and -inf. A row with more queries than keys is a ValueError otherwise.
@@ -123,3 +145,16 @@ class Backend(Protocol):
         out_a, out_b [num_tokens, num_q_heads, head_dim_v] of one dtype; lse_a, lse_b float32 [num_tokens,
         num_q_heads]. A state whose lse is -inf takes no part, whatever its out holds.
         """
+
+    def quantize(self, x: Array, kv_format: Format | str, scale: Array | float | str) -> Encoded:
+        """Codes of x [num_tokens, num_heads, dim], with what was lost per head; see `codecs` for the arithmetic.
+
+        kv_format: one that has a scale; a text is read as K's. scale: "amax" computes it; else a number, or a float32
+        array of the format's shape ([num_tokens, num_heads] for token_head). Formats with zeros take "amax" only, and
+        those whose groups span tokens whole groups of them. O(elements).
+        """
+
+    def dequantize(
+        self, codes: Array, kv_format: Format | str, scale: Array, zero: Array | None = None
+    ) -> Array:
+        """Float32 values [num_tokens, num_heads, dim] of what `quantize` gave. O(elements)."""

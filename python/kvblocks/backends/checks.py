@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.backends.base import Supported
+from kvblocks.backends.base import Supported, Tail
 from kvblocks.config import CacheConfig, as_integer
+from kvblocks.formats import Format, KVFormat, parse_format
 from kvblocks.layout import LayerCache, dtype_name
 
 _INT32_MAX = 2**31 - 1
@@ -32,7 +33,8 @@ class AttendArgs(NamedTuple):
 
 def check_config(supported: Supported, config: CacheConfig, num_blocks: int) -> None:
     """Refuse a config outside `supported`, naming the field and the supported list."""
-    _listed("dtype", config.dtype, supported.kv_dtypes)
+    for kv_format in dict.fromkeys(config.formats):
+        _format(supported, kv_format)
     _listed("layout", config.layout, supported.layouts)
     _listed("head_dim", config.head_dim, supported.head_dims)
     _listed("head_dim_v", config.head_dim_v, supported.head_dims)
@@ -68,9 +70,21 @@ def check_write(
         )
     written = np.flatnonzero(slot_mapping >= 0)
     _distinct("slot_mapping", "slot", slot_mapping[written], written)
-    stored = (("cache.k", cache.k), ("cache.v", cache.v))
+    for part in (cache.format.k, cache.format.v):
+        if part.scaling == "token_group":
+            _whole_groups(slot_mapping[written], part)
+    for name, part, scale in (
+        ("k_scale", cache.format.k, cache.k_scale),
+        ("v_scale", cache.format.v, cache.v_scale),
+    ):
+        if part.is_static and scale is not None and not (np.isfinite(scale) & (scale > 0)).all():
+            raise ValueError(
+                f"cache.{name}: the static scale of {part} is not set: expected finite numbers > 0"
+            )
+    stored = _arrays(cache)
     _apart((("k", k), ("v", v), ("slot_mapping", slot_mapping)), stored)
-    _apart(stored[:1], stored[1:])
+    for index, one in enumerate(stored):
+        _apart((one,), stored[index + 1 :])
 
 
 def check_attend(
@@ -86,6 +100,7 @@ def check_attend(
     soft_cap: float | None,
     sinks: NDArray[np.float32] | None,
     alibi_slopes: NDArray[np.float32] | None,
+    tail: Tail | None = None,
     out: NDArray[Any] | None,
     lse: NDArray[np.float32] | None,
 ) -> AttendArgs:
@@ -106,6 +121,7 @@ def check_attend(
         ("sinks", sinks),
         ("alibi", alibi_slopes),
         ("lse", lse),
+        ("tail", tail),
     )
     for feature, value in features:
         if value is not None:
@@ -144,13 +160,24 @@ def check_attend(
         _numbers("lse", lse, np.float32)
         _shape("lse", lse, out_shape[:2])
         _result("lse", lse)
-    _check_rows(cache, num_tokens, block_tables, seq_lens, query_start_loc, width)
+    tails: tuple[tuple[str, NDArray[Any]], ...] = ()
+    if tail is not None:
+        tails = _check_tail(supported, cache, tail, seq_lens)
+    _check_rows(
+        cache,
+        num_tokens,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        width,
+        None if tail is None else tail.start_loc,
+    )
     _apart(
         (("out", out), ("lse", lse)),
         (
             ("q", q),
-            ("cache.k", cache.k),
-            ("cache.v", cache.v),
+            *_arrays(cache),
+            *tails,
             ("sinks", sinks),
             ("alibi_slopes", alibi_slopes),
             ("block_tables", block_tables),
@@ -171,7 +198,7 @@ def check_copies(supported: Supported, caches: Sequence[LayerCache], copies: NDA
     _numbers("copies", copies, np.int32)
     _shape("copies", copies, (("num_copies", None), ("src, dst", 2)))
     for cache in caches:
-        _apart((("copies", copies),), (("cache.k", cache.k), ("cache.v", cache.v)))
+        _apart((("copies", copies),), _arrays(cache))
     if len(copies) == 0 or len(caches) == 0:
         return
     num_blocks = min(cache.num_blocks for cache in caches)
@@ -239,6 +266,7 @@ def _check_rows(
     seq_lens: NDArray[np.int32],
     query_start_loc: NDArray[np.int32],
     window: int | None,
+    tail_start_loc: NDArray[np.int32] | None,
 ) -> None:
     """Check the step's index arrays, values included."""
     _numbers("block_tables", block_tables, np.int32)
@@ -264,7 +292,9 @@ def _check_rows(
             f"query_start_loc: row {num_seqs - 1} ends at {starts[-1]}, q has {num_tokens} tokens"
         )
     capacity = block_tables.shape[1] * cache.block_size
-    bad = (lens < 0) | (lens > capacity)
+    # Keys of the tail are not in the blocks.
+    stored = lens if tail_start_loc is None else lens - np.diff(tail_start_loc.astype(np.int64))
+    bad = (lens < 0) | (stored > capacity)
     if bad.any():
         row = int(bad.argmax())
         raise ValueError(
@@ -281,7 +311,7 @@ def _check_rows(
     # Keys before the window of a row's first query are never read, so their blocks may be gone.
     first_key = np.zeros_like(lens) if window is None else np.maximum(lens - num_queries + 1 - window, 0)
     first_block = np.where(num_queries > 0, first_key // cache.block_size, 0)[:, None]
-    num_blocks = np.where(num_queries > 0, -(-lens // cache.block_size), 0)[:, None]
+    num_blocks = np.where(num_queries > 0, -(-stored // cache.block_size), 0)[:, None]
     tables = block_tables[:, : num_blocks.max(initial=0)]
     column = np.arange(tables.shape[1])
     read = (column >= first_block) & (column < num_blocks)
@@ -297,17 +327,143 @@ def _check_rows(
 def _cache(supported: Supported, cache: LayerCache, *, written: bool = False) -> None:
     if not isinstance(cache, LayerCache):
         raise TypeError(f"cache: {type(cache).__name__}, expected a LayerCache")
-    for name, array in (("cache.k", cache.k), ("cache.v", cache.v)):
+    for name, array in _arrays(cache):
         _array(name, array)
         _aligned(name, array)
         _nested(name, array)
         if written:
             _writeable(name, array)
-    _listed("dtype", cache.dtype, supported.kv_dtypes)
+    _format(supported, cache.format)
     _listed("layout", cache.layout, supported.layouts)
     _listed("head_dim", cache.head_dim, supported.head_dims)
     _listed("head_dim_v", cache.head_dim_v, supported.head_dims)
     _listed("block_size", cache.block_size, supported.block_sizes)
+
+
+def _arrays(cache: LayerCache) -> tuple[tuple[str, NDArray[Any]], ...]:
+    return tuple((f"cache.{name}", array) for name, array in cache.named_arrays)
+
+
+def _whole_groups(slots: NDArray[np.int64], part: Format) -> None:
+    """Refuse slots that name only a part of a group of tokens; they are distinct."""
+    groups, sizes = np.unique(slots // part.group, return_counts=True)
+    if (sizes != part.group).any():
+        at = int((sizes != part.group).argmax())
+        raise ValueError(
+            f"slot_mapping: slots {groups[at] * part.group}..{(groups[at] + 1) * part.group} are a group of {part}, "
+            f"which is written as a whole, and {sizes[at]} of them are named"
+        )
+
+
+def _check_tail(
+    supported: Supported, cache: LayerCache, tail: Tail, seq_lens: NDArray[np.int32]
+) -> tuple[tuple[str, NDArray[Any]], ...]:
+    """Check the tail of `attend`; its arrays with their names."""
+    if not isinstance(tail, Tail):
+        raise TypeError(f"tail: {type(tail).__name__}, expected a Tail")
+    for name, array, dim in (("tail.k", tail.k, cache.head_dim), ("tail.v", tail.v, cache.head_dim_v)):
+        _floats(name, array, supported.q_dtypes)
+        _shape(name, array, (("num_tokens", None), ("num_kv_heads", cache.num_kv_heads), ("head_dim", dim)))
+    _numbers("seq_lens", seq_lens, np.int32)
+    _shape("seq_lens", seq_lens, (("num_seqs", None),))
+    _numbers("tail.start_loc", tail.start_loc, np.int32)
+    _shape("tail.start_loc", tail.start_loc, (("num_seqs + 1", len(seq_lens) + 1),))
+    starts = tail.start_loc.astype(np.int64)
+    num_keys = np.diff(starts)
+    rows = min(len(tail.k), len(tail.v))
+    if starts[0] != 0 or starts[-1] > rows:
+        raise ValueError(
+            f"tail.start_loc: from {starts[0]} to {starts[-1]}, expected from 0 to at most the {rows} rows of k and v"
+        )
+    bad = (num_keys < 0) | (num_keys > seq_lens)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(
+            f"tail.start_loc: row {row} has {num_keys[row]} keys, seq_lens gives it {seq_lens[row]} in all"
+        )
+    return ("tail.k", tail.k), ("tail.v", tail.v), ("tail.start_loc", tail.start_loc)
+
+
+def check_encode(
+    supported: Supported, x: NDArray[Any], kv_format: Format | str, scale: object
+) -> tuple[Format, NDArray[np.float32] | None]:
+    """Check the arguments of `quantize`; the format and the scale, None where it is to be computed."""
+    part = _scaled_format(supported, kv_format)
+    _floats("x", x, supported.q_dtypes)
+    _shape("x", x, (("num_tokens", None), ("num_heads", None), ("head_dim", None)))
+    num_tokens, num_heads, dim = x.shape
+    if part.bits < 8 and dim % 8:
+        raise ValueError(f"x: axis 2 (head_dim) is {dim}, {part} needs a multiple of 8")
+    if part.scaling == "token_group" and num_tokens % part.group:
+        raise ValueError(
+            f"x: axis 0 (num_tokens) is {num_tokens}, {part} needs a multiple of {part.group} (its group)"
+        )
+    if isinstance(scale, str):
+        if scale != "amax":
+            raise ValueError(f"scale is {scale!r}: expected 'amax', a number or an array")
+        return part, None
+    if part.has_zero:
+        raise ValueError(f"scale: {part} computes its own, expected 'amax'")
+    shape = part.scale_shape(num_tokens, 1, num_heads, dim)
+    assert shape is not None
+    if part.scaling == "token_head":
+        shape = (num_tokens, num_heads)
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        scale = np.full(shape, scale, np.float32)
+    _numbers("scale", scale, np.float32)  # type: ignore[arg-type]
+    array: NDArray[np.float32] = scale  # type: ignore[assignment]
+    if array.shape != shape:
+        raise ValueError(f"scale: shape {array.shape}, {part} needs {shape}")
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise ValueError("scale: expected finite numbers > 0")
+    return part, array
+
+
+def check_decode(
+    supported: Supported,
+    codes: NDArray[Any],
+    kv_format: Format | str,
+    scale: NDArray[Any],
+    zero: NDArray[Any] | None,
+) -> Format:
+    """Check the arguments of `dequantize`; the format."""
+    part = _scaled_format(supported, kv_format)
+    _numbers("codes", codes, part.storage.type)
+    _shape("codes", codes, (("num_tokens", None), ("num_heads", None), ("stored elements", None)))
+    num_tokens, num_heads, stored = codes.shape
+    dim = stored * 8 * part.storage.itemsize // part.bits
+    if part.scaling == "token_group" and num_tokens % part.group:
+        raise ValueError(
+            f"codes: axis 0 (num_tokens) is {num_tokens}, {part} needs a multiple of {part.group} (its group)"
+        )
+    # As one block of all tokens, whose axis the arrays here do not have.
+    shape = part.scale_shape(1, num_tokens, num_heads, dim)
+    assert shape is not None
+    shape = shape if part.is_static else shape[1:]
+    for name, array, needed in (("scale", scale, True), ("zero", zero, part.has_zero)):
+        if array is None and not needed:
+            continue
+        if not needed:
+            raise ValueError(f"{name}: {part} has none")
+        _numbers(name, array, part.scale_dtype.type)  # type: ignore[arg-type]
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name}: shape {array.shape}, {part} needs {shape}")
+    return part
+
+
+def _scaled_format(supported: Supported, kv_format: Format | str) -> Format:
+    part = kv_format if isinstance(kv_format, Format) else parse_format(kv_format, "k")
+    _listed("kv_format", str(part), (*supported.k_formats, *supported.v_formats))
+    if part.is_plain:
+        raise ValueError(f"kv_format is {part}: expected a format with a scale")
+    return part
+
+
+def _format(supported: Supported, kv_format: KVFormat) -> None:
+    _listed("k_format", str(kv_format.k), supported.k_formats)
+    _listed("v_format", str(kv_format.v), supported.v_formats)
+    if not supported.mixed and str(kv_format.k) != str(kv_format.v):
+        raise ValueError(f"kv_format is {kv_format}: supported is one format for K and V")
 
 
 def _array(name: str, value: object) -> None:

@@ -12,22 +12,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvblocks._core import cpu_attend, cpu_copy_blocks, cpu_gather, cpu_merge_states, cpu_write
-from kvblocks.backends.base import Supported
+from kvblocks.backends.base import Supported, Tail
 from kvblocks.backends.calls import holding
 from kvblocks.backends.checks import (
     check_attend,
     check_config,
     check_copies,
+    check_decode,
+    check_encode,
     check_gather,
     check_merge,
     check_write,
 )
-from kvblocks.config import LAYOUTS, STORAGE_DTYPES, CacheConfig
-from kvblocks.layout import LayerCache, allocate_host, dtype_name
+from kvblocks.backends.codecs import Encoded, decode, encode, per_token
+from kvblocks.config import LAYOUTS, CacheConfig
+from kvblocks.formats import STORAGE_DTYPES, Format
+from kvblocks.layout import LayerCache, allocate_host, dtype_name, to_float32
 
 _SUPPORTED = Supported(
     q_dtypes=tuple(STORAGE_DTYPES),
-    kv_dtypes=tuple(STORAGE_DTYPES),
+    k_formats=tuple(STORAGE_DTYPES),
+    v_formats=tuple(STORAGE_DTYPES),
+    mixed=False,
     layouts=LAYOUTS,
     features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse"}),
 )
@@ -60,7 +66,7 @@ class CpuBackend:
                 (cache.k, cache.k_nhd, rows_k, dtype_name(k.dtype)),
                 (cache.v, cache.v_nhd, rows_v, dtype_name(v.dtype)),
             ):
-                cpu_write(_span(array), cache.dtype, _geometry(nhd), rows, dtype, slots)
+                cpu_write(_span(array), cache.format.k.name, _geometry(nhd), rows, dtype, slots)
 
     def attend(
         self,
@@ -75,6 +81,7 @@ class CpuBackend:
         soft_cap: float | None = None,
         sinks: NDArray[np.float32] | None = None,
         alibi_slopes: NDArray[np.float32] | None = None,
+        tail: Tail | None = None,
         out: NDArray[Any] | None = None,
         lse: NDArray[np.float32] | None = None,
     ) -> NDArray[Any]:
@@ -91,6 +98,7 @@ class CpuBackend:
             soft_cap=soft_cap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            tail=tail,
             out=out,
             lse=lse,
         )
@@ -102,7 +110,7 @@ class CpuBackend:
             cpu_attend(
                 (_flat(q), dtype_name(q.dtype), q.shape[1]),
                 (
-                    cache.dtype,
+                    cache.format.k.name,
                     (_span(cache.k), _geometry(cache.k_nhd)),
                     (_span(cache.v), _geometry(cache.v_nhd)),
                 ),
@@ -134,7 +142,7 @@ class CpuBackend:
             pairs = _flat(copies)
             for cache in caches:
                 for array, nhd in ((cache.k, cache.k_nhd), (cache.v, cache.v_nhd)):
-                    cpu_copy_blocks(_span(array), cache.dtype, _geometry(nhd), pairs)
+                    cpu_copy_blocks(_span(array), cache.format.k.name, _geometry(nhd), pairs)
 
     def gather(
         self, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
@@ -146,7 +154,9 @@ class CpuBackend:
             k = np.empty((seq_len, cache.num_kv_heads, cache.head_dim), np.float32)
             v = np.empty((seq_len, cache.num_kv_heads, cache.head_dim_v), np.float32)
             for array, nhd, rows in ((cache.k, cache.k_nhd, k), (cache.v, cache.v_nhd, v)):
-                cpu_gather(_span(array), cache.dtype, _geometry(nhd), table, int(seq_len), _flat(rows))
+                cpu_gather(
+                    _span(array), cache.format.k.name, _geometry(nhd), table, int(seq_len), _flat(rows)
+                )
         return k, v
 
     def merge_states(
@@ -168,6 +178,25 @@ class CpuBackend:
                 (_flat(out), _flat(lse)),
             )
         return out, lse
+
+    def quantize(
+        self, x: NDArray[Any], kv_format: Format | str, scale: NDArray[np.float32] | float | str
+    ) -> Encoded:
+        """See `Backend.quantize`."""
+        part, scales = check_encode(_SUPPORTED, x, kv_format, scale)
+        return encode(to_float32(x), part, scales)
+
+    def dequantize(
+        self,
+        codes: NDArray[Any],
+        kv_format: Format | str,
+        scale: NDArray[Any],
+        zero: NDArray[Any] | None = None,
+    ) -> NDArray[np.float32]:
+        """See `Backend.dequantize`."""
+        part = check_decode(_SUPPORTED, codes, kv_format, scale, zero)
+        zero = None if zero is None else per_token(zero, part)
+        return decode(codes, part, per_token(scale, part), zero)
 
 
 def _plain(array: NDArray[Any]) -> NDArray[Any]:

@@ -1,27 +1,31 @@
 """The NumPy backend: the specification of what every backend computes.
 
-Owns `NumpyBackend`. Imports config, layout and the shared checks.
+Owns `NumpyBackend`. Imports config, formats, layout, the codecs and the shared checks.
 Invariant: attention is computed in float64 from the exact values of the stored elements, then rounded to the
 output's dtype; a key that a query may not see never influences that query's result, whatever its slot holds.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.backends.base import Supported
+from kvblocks.backends.base import Supported, Tail
 from kvblocks.backends.calls import holding
 from kvblocks.backends.checks import (
     check_attend,
     check_config,
     check_copies,
+    check_decode,
+    check_encode,
     check_gather,
     check_merge,
     check_write,
 )
-from kvblocks.config import LAYOUTS, STORAGE_DTYPES, CacheConfig
+from kvblocks.backends.codecs import Encoded, decode, encode, per_token
+from kvblocks.config import LAYOUTS, CacheConfig
+from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
 from kvblocks.layout import LayerCache, allocate_host, convert, dtype_name, from_float32, to_float32
 
 Floats = NDArray[np.float64]
@@ -31,14 +35,16 @@ _data_may_be_anything = np.errstate(over="ignore", invalid="ignore", divide="ign
 
 _SUPPORTED = Supported(
     q_dtypes=tuple(STORAGE_DTYPES),
-    kv_dtypes=tuple(STORAGE_DTYPES),
+    k_formats=tuple(map(str, all_formats("k"))),
+    v_formats=tuple(map(str, all_formats("v"))),
+    mixed=True,
     layouts=LAYOUTS,
-    features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse"}),
+    features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse", "tail"}),
 )
 
 
 class NumpyBackend:
-    """Every feature, any head dims, any block size; one pass over NumPy arrays per sequence."""
+    """Every format and feature, any head dims and block size; one pass over NumPy arrays per sequence."""
 
     name = "numpy"
 
@@ -57,12 +63,15 @@ class NumpyBackend:
     ) -> None:
         """See `Backend.write`."""
         check_write(_SUPPORTED, cache, k, v, slot_mapping)
-        with holding(reads=(k, v, slot_mapping), writes=(cache.k, cache.v)):
+        with holding(reads=(k, v, slot_mapping), writes=_arrays(cache)):
             rows = np.flatnonzero(slot_mapping >= 0)
+            # In the order of the slots, the tokens of a group stand together.
+            rows = rows[np.argsort(slot_mapping[rows])]
             block, offset = np.divmod(slot_mapping[rows], cache.block_size)
-            k_rows, v_rows = convert(k[rows], cache.dtype), convert(v[rows], cache.dtype)
-            cache.k_nhd[block, offset] = k_rows
-            cache.v_nhd[block, offset] = v_rows
+            k_part, v_part = _Part.k(cache), _Part.v(cache)
+            k_rows, v_rows = k_part.encode(k[rows]), v_part.encode(v[rows])
+            k_part.store(k_rows, block, offset)
+            v_part.store(v_rows, block, offset)
 
     @_data_may_be_anything
     def attend(
@@ -78,6 +87,7 @@ class NumpyBackend:
         soft_cap: float | None = None,
         sinks: NDArray[np.float32] | None = None,
         alibi_slopes: NDArray[np.float32] | None = None,
+        tail: Tail | None = None,
         out: NDArray[Any] | None = None,
         lse: NDArray[np.float32] | None = None,
     ) -> NDArray[Any]:
@@ -94,10 +104,13 @@ class NumpyBackend:
             soft_cap=soft_cap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            tail=tail,
             out=out,
             lse=lse,
         )
-        reads = (q, cache.k, cache.v, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes)
+        indices = (block_tables, seq_lens, query_start_loc)
+        tails = () if tail is None else (tail.k, tail.v, tail.start_loc)
+        reads = (q, *_arrays(cache), *indices, sinks, alibi_slopes, *tails)
         with holding(reads=reads, writes=(out, lse)):
             dtype = dtype_name(q.dtype)
             queries = to_float32(q).astype(np.float64) * scale
@@ -110,11 +123,15 @@ class NumpyBackend:
                     continue
                 positions = np.arange(num_keys - (last - first), num_keys)
                 first_key = 0 if window is None else max(0, int(positions[0]) + 1 - window)
-                table = block_tables[row]
+                table, parts = block_tables[row], (_Part.k(cache), _Part.v(cache))
+                k, v = (
+                    _keys(part, table, first_key, num_keys, newest).astype(np.float64)
+                    for part, newest in zip(parts, _tail_of(tail, row), strict=True)
+                )
                 result, log_denominator = _attend_row(
                     queries[first:last],
-                    _read(cache.k_nhd, cache.block_size, table, first_key, num_keys).astype(np.float64),
-                    _read(cache.v_nhd, cache.block_size, table, first_key, num_keys).astype(np.float64),
+                    k,
+                    v,
                     positions - first_key,
                     window,
                     soft_cap,
@@ -129,11 +146,11 @@ class NumpyBackend:
     def copy_blocks(self, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
         """See `Backend.copy_blocks`."""
         check_copies(_SUPPORTED, caches, copies)
-        with holding(reads=[copies], writes=[array for cache in caches for array in (cache.k, cache.v)]):
+        with holding(reads=[copies], writes=[array for cache in caches for array in cache.block_arrays]):
             src, dst = copies.T
             for cache in caches:
-                cache.k[dst] = cache.k[src]
-                cache.v[dst] = cache.v[src]
+                for array in cache.block_arrays:
+                    array[dst] = array[src]
 
     @_data_may_be_anything
     def gather(
@@ -141,9 +158,9 @@ class NumpyBackend:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.gather`."""
         check_gather(_SUPPORTED, cache, block_table, seq_len)
-        with holding(reads=(cache.k, cache.v, block_table), writes=()):
-            k = _read(cache.k_nhd, cache.block_size, block_table, 0, seq_len)
-            v = _read(cache.v_nhd, cache.block_size, block_table, 0, seq_len)
+        with holding(reads=(*_arrays(cache), block_table), writes=()):
+            k = _Part.k(cache).read(block_table, 0, seq_len)
+            v = _Part.v(cache).read(block_table, 0, seq_len)
         return np.ascontiguousarray(k), np.ascontiguousarray(v)
 
     @_data_may_be_anything
@@ -165,16 +182,105 @@ class NumpyBackend:
                 merged[takes_part] += weight[:, None] * to_float32(out)[takes_part]
         return from_float32(merged.astype(np.float32), dtype_name(out_a.dtype)), lse.astype(np.float32)
 
+    def quantize(
+        self, x: NDArray[Any], kv_format: Format | str, scale: NDArray[np.float32] | float | str
+    ) -> Encoded:
+        """See `Backend.quantize`."""
+        part, scales = check_encode(_SUPPORTED, x, kv_format, scale)
+        return encode(to_float32(x), part, scales)
 
-def _read(
-    nhd: NDArray[Any], block_size: int, table: NDArray[np.int32], first: int, last: int
+    def dequantize(
+        self,
+        codes: NDArray[Any],
+        kv_format: Format | str,
+        scale: NDArray[Any],
+        zero: NDArray[Any] | None = None,
+    ) -> NDArray[np.float32]:
+        """See `Backend.dequantize`."""
+        part = check_decode(_SUPPORTED, codes, kv_format, scale, zero)
+        zero = None if zero is None else per_token(zero, part)
+        return decode(codes, part, per_token(scale, part), zero)
+
+
+def _arrays(cache: LayerCache) -> list[NDArray[Any]]:
+    return [array for _, array in cache.named_arrays]
+
+
+class _Part(NamedTuple):
+    """The K or the V of a cache; codes in NHD order."""
+
+    format: Format
+    codes: NDArray[Any]
+    scale: NDArray[Any] | None
+    zero: NDArray[Any] | None
+
+    @classmethod
+    def k(cls, cache: LayerCache) -> "_Part":
+        return cls(cache.format.k, cache.k_nhd, cache.k_scale, cache.k_zero)
+
+    @classmethod
+    def v(cls, cache: LayerCache) -> "_Part":
+        return cls(cache.format.v, cache.v_nhd, cache.v_scale, cache.v_zero)
+
+    def encode(self, rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
+        """Codes, scales and zeros of rows [num_tokens, num_kv_heads, dim]."""
+        if self.format.is_plain:
+            return convert(rows, self.format.name), None, None
+        codes, scale, zero, _, _ = encode(
+            to_float32(rows), self.format, self.scale if self.format.is_static else None
+        )
+        return codes, scale, zero
+
+    def store(
+        self,
+        encoded: tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None],
+        block: NDArray[np.int64],
+        offset: NDArray[np.int64],
+    ) -> None:
+        """Put what `encode` gave into the slots of its rows."""
+        codes, scale, zero = encoded
+        self.codes[block, offset] = codes
+        if self.format.scaling == "token_group":
+            group = self.format.group
+            block, offset = block[::group], offset[::group] // group
+        for array, values in ((self.scale, scale), (self.zero, zero)):
+            if array is not None and not self.format.is_static:
+                array[block, offset] = values
+
+    def read(self, table: NDArray[np.int32], first: int, last: int) -> NDArray[np.float32]:
+        """Tokens first..last of a sequence as float32 [last - first, num_kv_heads, dim]."""
+        block_size = self.codes.shape[1]
+        tokens = np.arange(first, last)
+        block, offset = table[tokens // block_size], tokens % block_size
+        codes = self.codes[block, offset]
+        if self.format.is_plain:
+            return to_float32(codes)
+        assert self.scale is not None
+        if self.format.is_static:
+            return decode(codes, self.format, self.scale, None)
+        if self.format.scaling == "token_group":
+            offset = offset // self.format.group
+        zero = None if self.zero is None else self.zero[block, offset]
+        return decode(codes, self.format, self.scale[block, offset], zero)
+
+
+def _tail_of(tail: Tail | None, row: int) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    """K and V of the tail that belong to a row."""
+    if tail is None:
+        return None, None
+    rows = slice(int(tail.start_loc[row]), int(tail.start_loc[row + 1]))
+    return tail.k[rows], tail.v[rows]
+
+
+def _keys(
+    part: _Part, table: NDArray[np.int32], first: int, last: int, newest: NDArray[Any] | None
 ) -> NDArray[np.float32]:
-    """Tokens first..last of a sequence as float32 [last - first, num_kv_heads, dim]."""
-    first_block = first // block_size
-    blocks = nhd[table[first_block : -(-last // block_size)]]
-    start = first - first_block * block_size
-    tokens = blocks.reshape(-1, *nhd.shape[2:])[start : start + last - first]
-    return to_float32(tokens)
+    """Tokens first..last of a sequence as float32 [last - first, num_kv_heads, dim]; `newest` are its last ones."""
+    num_stored = last - (0 if newest is None else len(newest))
+    stored = part.read(table, min(first, num_stored), num_stored)
+    if newest is None:
+        return stored
+    return np.concatenate([stored, to_float32(newest[max(0, first - num_stored) :])])
 
 
 def _attend_row(
