@@ -69,26 +69,24 @@ def print_table(
 
     A header may hold a line break, with the unit on its second line. Needs the extra `tools`.
     """
-    rich = require("rich.table")
-    table = rich.Table(
-        box=require("rich.box").SIMPLE_HEAD,
-        title=require("rich.text").Text(title),
-        title_justify="left",
-        title_style="bold",
-        caption=require("rich.text").Text(note) if note else None,
-        caption_justify="left",
-    )
+    text = require("rich.text").Text
+    table = require("rich.table").Table(box=require("rich.box").SIMPLE_HEAD)
     for column, header in enumerate(headers):
         table.add_column(
-            require("rich.text").Text(header),
+            text(header),
             justify="left" if column < num_left else "right",
             vertical="bottom",
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*(require("rich.text").Text(cell) for cell in row))
+        table.add_row(*map(text, row))
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    require("rich.console").Console(file=sys.stdout, width=width).print(table)
+    console = require("rich.console").Console(file=sys.stdout, width=width)
+    console.print(text(title, style="bold"))
+    console.print(table)
+    if note:
+        console.print(text(note, style="italic"))
+    console.print()
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -1,0 +1,71 @@
+"""How long contexts are: the maximum, the 95th percentile and the mean, from whatever is known of them.
+
+Owns `Lengths`. All in tokens, prompt and output together.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Final
+
+_Z95: Final = NormalDist().inv_cdf(0.95)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of contexts: the most that is allowed, the 95th percentile, the mean; `source` says whence."""
+
+    max_tokens: int
+    p95_tokens: int
+    mean_tokens: int
+    source: str
+
+    def rows(self) -> list[tuple[str, int]]:
+        """The three, with names for people; one where all are the same."""
+        rows = [("full", self.max_tokens), ("p95", self.p95_tokens), ("mean", self.mean_tokens)]
+        return rows if len({tokens for _, tokens in rows}) > 1 else [("full", self.max_tokens)]
+
+    def scaled(self, factor: float) -> "Lengths":
+        """All lengths times a factor, rounded up."""
+        longest, p95, mean = (
+            max(1, math.ceil(tokens * factor))
+            for tokens in (self.max_tokens, self.p95_tokens, self.mean_tokens)
+        )
+        return Lengths(longest, p95, mean, f"{self.source}, times {factor:g}")
+
+
+def fixed(max_tokens: int) -> Lengths:
+    """Every context is as long as it may be."""
+    return Lengths(max_tokens, max_tokens, max_tokens, "every context is full")
+
+
+def log_normal(p50_tokens: int, p95_tokens: int, max_tokens: int) -> Lengths:
+    """A log-normal distribution through two percentiles, cut at the maximum: min(X, max) where ln X is normal.
+
+    Raises ValueError unless 1 <= p50 <= p95.
+    """
+    if not 1 <= p50_tokens <= p95_tokens:
+        raise ValueError(f"p50 is {p50_tokens}, p95 {p95_tokens}: expected 1 <= p50 <= p95")
+    mu, sigma = math.log(p50_tokens), math.log(p95_tokens / p50_tokens) / _Z95
+    source = f"log-normal, p50 {p50_tokens:,} and p95 {p95_tokens:,}, cut at {max_tokens:,}"
+    if sigma == 0:
+        mean = float(min(p50_tokens, max_tokens))
+    else:
+        cut = (math.log(max_tokens) - mu) / sigma
+        normal = NormalDist()
+        mean = math.exp(mu + sigma**2 / 2) * normal.cdf(cut - sigma) + max_tokens * (1 - normal.cdf(cut))
+    return Lengths(max_tokens, min(p95_tokens, max_tokens), max(1, math.ceil(mean)), source)
+
+
+def observed(lengths: Iterable[int], max_tokens: int | None, source: str) -> Lengths:
+    """Lengths as they were seen, those above `max_tokens` cut; nearest-rank percentile, mean rounded up.
+
+    Raises ValueError where there are none.
+    """
+    ordered = sorted(lengths if max_tokens is None else (min(length, max_tokens) for length in lengths))
+    if not ordered:
+        raise ValueError("no requests")
+    p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
+    mean = math.ceil(sum(ordered) / len(ordered))
+    return Lengths(max_tokens or ordered[-1], p95, mean, f"{len(ordered):,} requests of {source}")

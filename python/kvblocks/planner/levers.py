@@ -1,0 +1,110 @@
+"""What would change the number of users: one thing at a time, side by side.
+
+Owns the list of levers; each is a scenario that differs from the given one in what its name says.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Final
+
+from kvblocks.formats import KVFormat
+from kvblocks.planner.fields import Fields
+from kvblocks.planner.model import Attention, Cache, Model
+from kvblocks.planner.plan import Scenario
+
+# Formats that are compared, with what to call them.
+_FORMATS: Final = (
+    ("FP8, one scale", "fp8_e4m3:tensor"),
+    ("FP8", "fp8_e4m3"),
+    ("INT8", "int8"),
+    ("4 bit", "int4"),
+    ("4 bit, KIVI", "kivi4"),
+    ("2 bit, KIVI", "kivi2"),
+)
+# Tokens that a token-grouped format shares a scale over, and so a divisor of its blocks.
+_TOKEN_GROUP: Final = 32
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A scenario and what distinguishes it."""
+
+    name: str
+    scenario: Scenario
+
+
+def attention_name(model: Model) -> str:
+    """How heads share K and V, for people: "GQA, 8 KV heads for 32 query heads"."""
+    if not model.attentions:
+        return "no attention"
+    cache = model.attentions[0][0]
+    if cache.is_latent:
+        return f"MLA, one latent row for {model.num_query_heads} query heads"
+    if cache.num_kv_heads == model.num_query_heads:
+        return f"MHA, {cache.num_kv_heads} heads"
+    if cache.num_kv_heads == 1:
+        return f"MQA, 1 KV head for {model.num_query_heads} query heads"
+    return f"GQA, {cache.num_kv_heads} KV heads for {model.num_query_heads} query heads"
+
+
+def levers(base: Scenario, *, growth: Fraction | None = None) -> Iterator[Lever]:
+    """The scenario as given, then with each lever pulled alone; those that change nothing are left out."""
+    yield Lever("as given", base)
+    unshared = _every_head(base.model)
+    if unshared is not None:
+        yield Lever(
+            f"without {attention_name(base.model)[:3]}: K and V of every head", replace(base, model=unshared)
+        )
+    for name, text in _FORMATS:
+        kv_format = KVFormat.parse(text)
+        if kv_format == base.kv_format or not base.model.attentions:
+            continue
+        block_size = base.block_size
+        if kv_format.has_residual:
+            block_size = math.lcm(block_size, _TOKEN_GROUP)
+        suffix = f", blocks of {block_size}" if block_size != base.block_size else ""
+        if not _fits_rows(base.model, kv_format):
+            continue
+        yield Lever(f"{name} ({text}{suffix})", replace(base, kv_format=kv_format, block_size=block_size))
+    yield Lever("half the context", replace(base, lengths=base.lengths.scaled(0.5)))
+    if growth is not None:
+        yield Lever(f"context x {float(growth):g}", replace(base, lengths=base.lengths.scaled(float(growth))))
+    if not base.model.attentions:
+        pass
+    elif base.shared_prefix:
+        yield Lever("without the shared prefix", replace(base, shared_prefix=0))
+    else:
+        prefix = base.lengths.mean_tokens // 2
+        yield Lever(f"half of the mean shared ({prefix:,} tokens)", replace(base, shared_prefix=prefix))
+    yield Lever("contiguous at the maximum, not paged", replace(base, is_paged=False, shared_prefix=0))
+
+
+def _fits_rows(model: Model, kv_format: KVFormat) -> bool:
+    """Whether the rows of all layers can be packed."""
+    rows = [(cache.key_dim, cache.value_dim) for cache, _ in model.attentions]
+    return all(
+        (kv_format.k.bits >= 8 or key % 8 == 0) and (kv_format.v.bits >= 8 or value % 8 == 0)
+        for key, value in rows
+    )
+
+
+def _every_head(model: Model) -> Model | None:
+    """The model as if each query head had K and V of its own; None where it has."""
+    caches: list[tuple[Cache, int]] = []
+    for cache, count in model.caches:
+        if isinstance(cache, Attention) and cache.bytes_per_token is not None:
+            continue
+        if isinstance(cache, Attention) and cache.is_latent:
+            fields = Fields(model.fields, model.name)
+            nope, value = fields.optional_integer("qk_nope_head_dim"), fields.optional_integer("v_head_dim")
+            if nope is None or value is None:
+                return None
+            key = nope + fields.integer("qk_rope_head_dim")
+            caches.append((Attention(model.num_query_heads, key, value), count))
+        elif isinstance(cache, Attention):
+            caches.append((replace(cache, num_kv_heads=model.num_query_heads), count))
+        else:
+            caches.append((cache, count))
+    return None if tuple(caches) == model.caches else replace(model, caches=tuple(caches))

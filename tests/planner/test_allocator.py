@@ -1,0 +1,115 @@
+"""The planner and the allocator agree to the block: what fits is allocated, one more is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvblocks as kv
+from kvblocks.planner.architectures import describe
+from kvblocks.planner.footprint import Pool
+from kvblocks.planner.lengths import fixed
+from kvblocks.planner.models import BUILT_IN
+
+from .helpers import scenario
+
+
+def admit(manager: kv.BlockManager, user: int, num_tokens: int, prefix: int) -> Any:
+    """Reserve a whole context whose first `prefix` tokens all users have in common."""
+    tokens = np.arange(num_tokens, dtype=np.int64)
+    tokens[prefix:] += (user + 1) * 10_000_000
+    prompt = manager.prepare(tokens)
+    answer = manager.allocate(prompt)
+    if isinstance(answer, kv.Allocated) and manager.sequence(answer.handle).num_computed < num_tokens:
+        left = num_tokens - manager.sequence(answer.handle).num_computed
+        step = kv.Step(manager, max_seqs=1, max_tokens=num_tokens, max_blocks_per_seq=manager.capacity_blocks)
+        assert step.schedule(answer.handle, left)
+        manager.commit(answer.handle, left)
+    return answer
+
+
+@given(
+    cache_blocks=st.integers(2, 300),
+    slack=st.integers(0, 30_000),
+    num_tokens=st.integers(1, 400),
+    prefix=st.integers(0, 400),
+    block_size=st.sampled_from([1, 7, 16, 32]),
+)
+def test_what_fits_is_allocated_and_one_more_is_not(
+    cache_blocks: int, slack: int, num_tokens: int, prefix: int, block_size: int
+) -> None:
+    block_bytes = block_size * 23_040
+    case = scenario(
+        "smollm2-135m",
+        cache_bytes=cache_blocks * block_bytes + slack % block_bytes,
+        lengths=fixed(num_tokens),
+        block_size=block_size,
+        shared_prefix=prefix,
+    )
+    users = case.users(num_tokens)
+    (num_blocks,) = case.pool_blocks(users, num_tokens)
+    assert num_blocks == cache_blocks
+    manager = kv.BlockManager(num_blocks, block_size)
+    for user in range(users):
+        assert isinstance(admit(manager, user, num_tokens, prefix), kv.Allocated)
+    assert isinstance(admit(manager, users, num_tokens, prefix), kv.Later | kv.Never)
+
+
+@given(
+    span=st.integers(1, 70),
+    block_size=st.integers(1, 20),
+    num_tokens=st.integers(1, 200),
+)
+def test_a_window_never_holds_more_blocks_than_planned(span: int, block_size: int, num_tokens: int) -> None:
+    pool = Pool(span, 1, 1, block_size, slides=True)
+    manager = kv.BlockManager(1 + pool.blocks(num_tokens), block_size, enable_prefix_cache=False)
+    step = kv.Step(manager, max_seqs=1, max_tokens=1, max_blocks_per_seq=num_tokens)
+    answer = manager.allocate(manager.prepare([0]), 1)
+    assert isinstance(answer, kv.Allocated)
+    most = 0
+    for length in range(1, num_tokens + 1):
+        if length > span:
+            manager.drop_range(answer.handle, 0, length - span)
+        assert step.schedule(answer.handle, 1)
+        manager.commit(answer.handle, 1, [] if length == 1 else [1])
+        most = max(most, manager.stats().live_blocks)
+    # Exact once the window has moved over a whole block, an upper bound before.
+    assert most <= pool.blocks(num_tokens)
+    if num_tokens >= span + block_size:
+        assert most == pool.blocks(num_tokens)
+
+
+def test_pools_of_several_spans_hold_exactly_the_users_that_fit() -> None:
+    case = scenario("gemma-2-9b", cache_bytes=20 << 30, lengths=fixed(6000))
+    users = case.users(6000)
+    sizes = case.pool_blocks(users, 6000)
+    pools = case.footprint.pools
+    taken = sum(size * pool.bytes_per_block for size, pool in zip(sizes, pools, strict=True))
+    assert taken == case.bytes_for(users, 6000) <= 20 << 30
+    assert case.bytes_for(users + 1, 6000) > 20 << 30
+    for size, pool in zip(sizes, pools, strict=True):
+        manager = kv.BlockManager(size, 16, enable_prefix_cache=False)
+        held = pool.blocks(6000) * 16
+        answers = [manager.allocate(manager.prepare(np.arange(held))) for _ in range(users + 1)]
+        assert [isinstance(answer, kv.Allocated) for answer in answers] == [True] * users + [False]
+
+
+def test_the_context_that_fits_for_some_users_is_the_longest() -> None:
+    case = scenario("llama-3-8b", cache_bytes=30 << 30)
+    for users in (1, 7, 100):
+        context = case.context(users)
+        assert context is not None
+        assert case.users(context) >= users > case.users(context + 1)
+    assert case.context(10**6) == 0
+    assert scenario("mamba-2.8b", cache_bytes=1 << 30).context(2) is None
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_one_user_more_never_fits(name: str) -> None:
+    case = scenario(name, cache_bytes=24 << 30, lengths=fixed(5000), kv_format="bfloat16", shared_prefix=100)
+    users = case.users(5000)
+    assert users > 0
+    assert case.bytes_for(users, 5000) <= 24 << 30 < case.bytes_for(users + 1, 5000)
+    assert describe(BUILT_IN[name], name) == case.model
