@@ -19,6 +19,7 @@ COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F0
 LINE_STYLES: Final = ("-", "--", "-.", ":")
 # A sequential colour map that is even in lightness and safe for colour blind readers, for grids.
 COLOUR_MAP: Final = "cividis"
+FIGURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 _STYLE: Final[dict[str, Any]] = {
     "axes.grid": True,
@@ -128,6 +129,12 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.advance(task, done)
 
 
+def check_figure(path: str | Path) -> None:
+    """Raise UserError unless the ending of `path` names a format that figures are saved in."""
+    if Path(path).suffix not in FIGURE_SUFFIXES:
+        raise UserError(f"{path}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
+
+
 @contextlib.contextmanager
 def figure(
     path: str | Path, *, width_inches: float = 9.0, height_inches: float = 5.5, **subplots: Any
@@ -136,9 +143,7 @@ def figure(
 
     The ending of `path` names the format: .png, .svg or .pdf. A UserError where that or the file is impossible.
     """
-    suffixes = (".png", ".svg", ".pdf")
-    if Path(path).suffix not in suffixes:
-        raise UserError(f"{path}: expected a name that ends in {', '.join(suffixes)}")
+    check_figure(path)
     matplotlib = require("matplotlib")
     with matplotlib.rc_context(_STYLE):
         canvas = require("matplotlib.figure").Figure((width_inches, height_inches), layout="constrained")

@@ -23,7 +23,7 @@ from kvblocks.planner.plot import plot_levers
 from kvblocks.planner.summary import Question, summarise
 from kvblocks.planner.tables import print_summary
 from kvblocks.planner.weights import PARAMETER_BYTES, Weights
-from kvblocks.report import UserError, format_bytes, print_table, write_json
+from kvblocks.report import UserError, check_figure, format_bytes, print_table, write_json
 
 EXAMPLE: Final = (
     "kvblocks plan llama-3.1-8b --gpu H100-80GB --context 32768 --p50 2000 --p95 12000 --users 64"
@@ -140,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _print_known()
         return 0
+    if args.plot is not None:
+        check_figure(args.plot)
     question = _question(args)
     pulled = list(levers(question.scenario, growth=args.growth))
     summary = summarise(question, pulled)
