@@ -38,11 +38,12 @@ def describe(config: Mapping[str, Any], source: str, model_type: str | None = No
     if architecture is None:
         raise UserError(_unknown(fields, name))
     fields.defaults.update(architecture.defaults)
-    layers = architecture.read(fields)
+    layers = _read(architecture, fields)
     return Model(
         name=source,
         model_type=name,
         num_layers=len(layers),
+        num_owners=sum(bool(owned) for owned in layers),
         num_query_heads=readers.num_query_heads(fields),
         caches=collect(layers),
         max_context=fields.optional_integer(*_CONTEXT),
@@ -74,25 +75,30 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         # Full attention in every layer, unless layer_types says otherwise.
         (
             "apertus", "arcee", "baichuan", "bitnet", "bloom", "codegen", "cohere", "ernie4_5_moe",
-            "exaone", "flex_olmo", "glm4_moe", "gpt2", "gpt_neox", "gptj", "granite", "granitemoe",
-            "granitemoeshared", "internlm", "internlm2", "llama", "minicpm", "minimax_m2",
-            "nemotron", "olmo", "olmo2", "olmoe", "opt", "orion", "persimmon", "phi", "qwen", "smollm3",
+            "exaone", "flex_olmo", "glm4_moe", "glm4v_moe", "gpt2", "gpt_neox", "gptj", "granite",
+            "granitemoe", "granitemoeshared", "internlm", "internlm2", "llama", "minicpm",
+            "minimax_m2", "nemotron", "olmo", "olmo2", "olmoe", "opt", "orion", "persimmon", "phi", "qwen", "smollm3",
             "stablelm", "xverse",
         ),
         Architecture(readers.uniform),
     ),
     "gemma": Architecture(readers.uniform, {"head_dim": 256}),
     **dict.fromkeys(
-        ("ernie4_5", "glm", "glm4", "helium", "internlm3", "seed_oss", "solar_open"),
+        ("ernie4_5", "glm", "glm4", "glm4v", "helium", "internlm3", "seed_oss", "solar_open"),
         Architecture(readers.uniform, {"head_dim": 128}),
     ),
     **dict.fromkeys(("mistral", "ministral"), Architecture(readers.windowed, {"sliding_window": 4096})),
-    **dict.fromkeys(("ministral3", "mixtral", "phi3", "phimoe", "starcoder2"), Architecture(readers.windowed)),
+    **dict.fromkeys(
+        ("ministral3", "mixtral", "phi3", "phi4_multimodal", "phi4mm", "phimoe", "starcoder2"),
+        Architecture(readers.windowed),
+    ),
     **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni"), Architecture(readers.upper_windowed, _QWEN)),
     "qwen3": Architecture(readers.upper_windowed, _QWEN | {"head_dim": 128}),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Architecture(readers.uniform, {"head_dim": 128})),
     # A window switched on holds for all layers.
-    "qwen3_moe": Architecture(readers.windowed, {"use_sliding_window": False}),
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_omni_moe"), Architecture(readers.windowed, {"use_sliding_window": False})
+    ),
     "qwen2_moe": Architecture(readers.lower_windowed, _QWEN),
     "gemma2": Architecture(
         readers.alternating, {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2}
@@ -118,7 +124,9 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "cwm": Architecture(readers.first_of_four_full, {"head_dim": 128, "sliding_window": 8192}),
     **dict.fromkeys(
         ("mimo_v2_flash", "mimo_v2"),
-        Architecture(readers.mimo, {"head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 4}),
+        Architecture(
+            readers.mimo, {"head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 4, "sliding_window": 129}
+        ),
     ),
     "llama4": Architecture(
         readers.llama4,
@@ -129,6 +137,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "chatglm": Architecture(readers.chatglm),
     "mpt": Architecture(readers.attn_config),
     "dbrx": Architecture(readers.attn_config),
+    "nemotron-nas": Architecture(readers.searched),
     **dict.fromkeys(("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe"), Architecture(readers.cross_layer)),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "axk1", "youtu", "glm4_moe_lite"), Architecture(readers.mla, _LATENT)
@@ -176,6 +185,21 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         {"num_heads": 128, "head_dim": 64, "state_size": 128, "conv_kernel": 4, "n_groups": 8, "expand": 2},
     ),
 }  # fmt: skip
+
+
+def _read(architecture: Architecture, fields: Fields) -> readers.Layers:
+    """Each layer as read, with its own fields in force where `per_layer_config` has some for it."""
+    layers = list(architecture.read(fields))
+    overrides = fields.nested("per_layer_config").values if fields.find("per_layer_config") else {}
+    for key, values in overrides.items():
+        index = int(key) if key.isascii() and key.isdigit() else len(layers)
+        if index >= len(layers) or not isinstance(values, Mapping):
+            raise fields.error(
+                f"per_layer_config has {key!r}: expected layers below {len(layers)} with fields"
+            )
+        own = Fields({**fields.values, **values}, f"{fields.source}: layer {index}", fields.defaults)
+        layers[index] = architecture.read(own)[index]
+    return layers
 
 
 def _unknown(fields: Fields, name: str) -> str:

@@ -77,7 +77,8 @@ Cache = Attention | State
 class Model:
     """A model as the planner sees it.
 
-    num_layers: decoder layers; caches: what layers own, with how many layers own the same; max_context: tokens, None
+    num_layers: decoder layers; num_owners: those that own a cache or a state; caches: what they own, with how many
+    layers own the same; max_context: tokens, None
     where the configuration does not say; dtype: of weights and unquantised cache; fields: the configuration;
     assumed: fields that it leaves to the model type's default, with those.
     """
@@ -85,6 +86,7 @@ class Model:
     name: str
     model_type: str
     num_layers: int
+    num_owners: int
     num_query_heads: int
     caches: tuple[tuple[Cache, int], ...]
     max_context: int | None
@@ -101,16 +103,6 @@ class Model:
     def states(self) -> tuple[tuple[State, int], ...]:
         """States of fixed size, with their numbers of layers."""
         return tuple((cache, count) for cache, count in self.caches if isinstance(cache, State))
-
-    @property
-    def num_sharing_layers(self) -> int:
-        """Layers that keep nothing of their own: they read another layer's cache, or have no attention."""
-        return self.num_layers - max((count for _, count in self.caches), default=0) if self.is_uniform else 0
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all layers that own a cache own the same."""
-        return len(self.caches) == 1
 
 
 def collect(layers: Iterable[Iterable[Cache]]) -> tuple[tuple[Cache, int], ...]:

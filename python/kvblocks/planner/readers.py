@@ -181,14 +181,19 @@ def gemma4(fields: Fields) -> Layers:
         if fields.flag("attention_k_eq_v", False)
         else None
     )
-    wide = fields.optional_integer("global_head_dim") or local.key_dim
+    # Where layers have fields of their own, the head dimension of full layers is one of those.
+    by_layer = fields.find("per_layer_config") is not None
+    wide = local.key_dim if by_layer else fields.optional_integer("global_head_dim") or local.key_dim
     full = Attention(kv_heads or local.num_kv_heads, wide, wide)
     kinds = layer_kinds(fields, _every(6, "full_attention", "sliding_attention"))
     return by_kind(fields, [*kinds[:-1], "full_attention"], full=full, local=sliding(local, window(fields)))
 
 
 def mimo(fields: Fields) -> Layers:
-    """Sliding layers have heads of their own; the pattern marks them with 1."""
+    """Sliding layers have heads of their own; the pattern marks them with 1.
+
+    `sliding_window_size` counts the tokens before the newest one, which `sliding_window` includes.
+    """
     full = attention(fields)
     narrow = Attention(
         fields.optional_integer("swa_num_key_value_heads") or full.num_kv_heads,
@@ -200,7 +205,8 @@ def mimo(fields: Fields) -> Layers:
         fields,
         lambda i: ("full_attention", "sliding_attention")[bool(pattern[i] if pattern else i and (i + 1) % 6)],
     )
-    span = fields.integer("sliding_window", "sliding_window_size")
+    before = fields.optional_integer("sliding_window_size")
+    span = fields.integer("sliding_window") if before is None else before + 1
     return by_kind(fields, kinds, full=full, local=sliding(narrow, span))
 
 
@@ -245,10 +251,26 @@ def chatglm(fields: Fields) -> Layers:
 
 def attn_config(fields: Fields) -> Layers:
     """KV heads in `attn_config`; multi-query has one."""
-    inner = fields.nested("attn_config") if fields.find("attn_config") else Fields({}, fields.source)
+    inner = Fields({}, fields.source) if fields.find("attn_config") is None else fields.nested("attn_config")
     single = inner.find("attn_type") == "multiquery_attention"
     kv_heads = 1 if single else inner.optional_integer("kv_n_heads")
     return [(attention(fields, kv_heads),)] * num_layers(fields)
+
+
+def searched(fields: Fields) -> Layers:
+    """Layers found by a search: `block_configs` has the query heads of a group, or no attention, for each of them."""
+    blocks = fields.items("block_configs", dict, num_layers(fields))
+    if blocks is None:
+        raise fields.error("no field block_configs: expected an object for each layer")
+    layers: list[tuple[Cache, ...]] = []
+    for index, block in enumerate(blocks):
+        inner = Fields(block, f"{fields.source}: block_configs[{index}]").nested("attention")
+        if inner.flag("no_op", False) or inner.flag("replace_with_linear", False):
+            layers.append(())
+        else:
+            group = inner.integer("n_heads_in_group")
+            layers.append((attention(fields, num_query_heads(fields) // group),))
+    return layers
 
 
 def cross_layer(fields: Fields) -> Layers:

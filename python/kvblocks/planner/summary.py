@@ -44,6 +44,7 @@ def summarise(question: Question, levers: Sequence[Lever]) -> dict[str, Any]:
             "model_type": model.model_type,
             "attention": attention_name(model),
             "num_layers": model.num_layers,
+            "num_layers_with_cache": model.num_owners,
             "dtype": model.dtype,
             "max_context_tokens": model.max_context,
             "assumed": dict(model.assumed),

@@ -40,6 +40,8 @@ def _print_cache(summary: dict[str, Any]) -> None:
         note += f", {_number(cache['bytes_per_token_beyond_windows'])} B/token beyond all windows"
     if cache["bytes_per_sequence"]:
         note += f", {format_bytes(cache['bytes_per_sequence'])} for each sequence whatever its length"
+    if model["num_layers_with_cache"] < model["num_layers"]:
+        note += f"; {model['num_layers'] - model['num_layers_with_cache']} layers own none"
     if model["assumed"]:
         pairs = ", ".join(f"{name} {value}" for name, value in model["assumed"].items())
         note += f". Not in the configuration, so its model type's default: {pairs}"
