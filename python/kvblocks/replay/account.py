@@ -1,0 +1,152 @@
+"""What a replay measures: sums over time, peaks, distributions and a series of bounded length.
+
+Owns `Account` and `Sample`. Imports memory and NumPy. Invariant: every sum is weighted by the time (seconds, or steps)
+that a state lasts; the memory used does not grow with the length of the replay, but for 16 bytes a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks.replay.memory import Occupancy
+
+_MAX_SAMPLES = 2048
+# Bounds of the bins of `WeightedQuantiles`: each is 0.5 % wider than the one before.
+_RATIO = 1.005
+
+
+class WeightedQuantiles:
+    """Time that a whole number >= 0 spent in each bin: bins of one number up to 200, then 0.5 % wide."""
+
+    _EXACT = 200
+
+    def __init__(self) -> None:
+        self._weights = np.zeros(self._EXACT + 8000)
+
+    def add(self, values: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
+        """Values [k] that lasted weights [k]. O(k)."""
+        ratio = np.log(np.maximum(values, self._EXACT) / self._EXACT) / np.log(_RATIO)
+        np.add.at(self._weights, np.minimum(values, self._EXACT) + ratio.astype(np.int64), weights)
+
+    def quantile(self, share: float) -> float:
+        """The number at or below which `share` of the time was spent: exact up to 200, then up to 0.5 % too low."""
+        total = np.cumsum(self._weights)
+        if total[-1] == 0:
+            return 0.0
+        at = int(np.searchsorted(total, share * total[-1] * (1 - 1e-12)))
+        return float(at) if at <= self._EXACT else float(self._EXACT * _RATIO ** (at - self._EXACT))
+
+
+@dataclass
+class Sample:
+    """A stretch of time and the mean of what it held; peak_slots is the most that was allocated in it."""
+
+    start: float
+    duration: float
+    used: float
+    allocated: float
+    cached: float
+    running: float
+    waiting: float
+    peak_slots: int
+
+
+def _merged(first: Sample, second: Sample) -> Sample:
+    duration = first.duration + second.duration
+    share = first.duration / duration if duration else 0.5
+    means = {
+        name: share * getattr(first, name) + (1 - share) * getattr(second, name)
+        for name in ("used", "allocated", "cached", "running", "waiting")
+    }
+    return Sample(first.start, duration, **means, peak_slots=max(first.peak_slots, second.peak_slots))
+
+
+@dataclass
+class Account:
+    """Integrals over time in slots, or requests, times the unit of time; and peaks."""
+
+    time: float = 0.0
+    allocated: float = 0.0
+    used: float = 0.0
+    later: float = 0.0
+    never: float = 0.0
+    internal: float = 0.0
+    cached: float = 0.0
+    stored: float = 0.0
+    running: float = 0.0
+    waiting: float = 0.0
+    busy: float = 0.0
+    peak_running: int = 0
+    peak_used: int = 0
+    peak_stored: int = 0
+    peak_allocated: int = 0
+    peak_time: float = 0.0
+    running_quantiles: WeightedQuantiles = field(default_factory=WeightedQuantiles)
+    stored_quantiles: WeightedQuantiles = field(default_factory=WeightedQuantiles)
+    samples: list[Sample] = field(default_factory=list)
+
+    def idle(self, duration: float) -> None:
+        """Time without a request; what is cached then is not followed."""
+        if duration > 0:
+            zero = np.zeros(1, np.int64)
+            weight = np.array([duration])
+            self.running_quantiles.add(zero, weight)
+            self.stored_quantiles.add(zero, weight)
+            self._sample(Sample(self.time, duration, 0, 0, 0, 0, 0, 0))
+            self.time += duration
+
+    def add(
+        self,
+        occupancy: Occupancy,
+        stored: NDArray[np.int64],
+        durations: NDArray[np.float64],
+        num_running: int,
+        num_waiting: int,
+    ) -> None:
+        """Steps [k] one after the other: their durations, and the tokens that all requests have stored in them.
+
+        Tokens of a shared block count in `stored` once a request, in the occupancy once. O(k).
+        """
+        total = float(durations.sum())
+        for name in ("allocated", "used", "later", "never", "internal"):
+            value = getattr(self, name) + float(getattr(occupancy, name) @ durations)
+            setattr(self, name, value)
+        self.stored += float(stored @ durations)
+        self.cached += occupancy.cached * total
+        self.running += num_running * total
+        self.waiting += num_waiting * total
+        self.busy += total
+        self.running_quantiles.add(np.array([num_running]), np.array([total]))
+        self.stored_quantiles.add(stored, durations)
+        self.peak_running = max(self.peak_running, num_running)
+        self.peak_used = max(self.peak_used, int(occupancy.used[-1]))
+        self.peak_stored = max(self.peak_stored, int(stored[-1]))
+        peak = int(occupancy.allocated[-1])
+        if peak > self.peak_allocated:
+            self.peak_allocated = peak
+            self.peak_time = self.time + total - float(durations[-1])
+        used, allocated = (float(x @ durations) / total for x in (occupancy.used, occupancy.allocated))
+        self._sample(
+            Sample(self.time, total, used, allocated, occupancy.cached, num_running, num_waiting, peak)
+        )
+        self.time += total
+
+    def _sample(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        if len(self.samples) >= 2 * _MAX_SAMPLES:
+            # Short neighbours are merged first: what is left resolves time evenly.
+            width = self.time / _MAX_SAMPLES
+            merged = self.samples[:1]
+            for item in self.samples[1:]:
+                if merged[-1].duration + item.duration <= width:
+                    merged[-1] = _merged(merged[-1], item)
+                else:
+                    merged.append(item)
+            while len(merged) >= 3 * _MAX_SAMPLES // 2:
+                merged = [_merged(*merged[at : at + 2]) for at in range(0, len(merged) - 1, 2)] + (
+                    merged[-1:] if len(merged) % 2 else []
+                )
+            self.samples = merged

@@ -1,0 +1,242 @@
+"""How much of the prompts a prefix cache finds, against its capacity: exact LRU, others, the optimum, the ceiling.
+
+Owns `HitRate`, `lru_hit_rate`, `model_hit_rate`, `ceiling` and `curve`. Imports the manager, batch and trace.
+Definition, everywhere here: prompts come one at a time in order of arrival; only prompts are cached, in whole blocks;
+at least one token of a prompt is always computed; a request longer than the cache is left out. The rate is tokens found
+/ prompt tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks import Allocated, BlockManager, Step
+from kvblocks.replay.trace import Trace
+
+# Eviction policies that are modelled: in "fifo" a hit is no use; "optimum" is Belady's, which knows the future.
+MODELS: Final = ("lru", "fifo", "optimum")
+
+
+@dataclass(frozen=True)
+class HitRate:
+    """What was found of what was asked for."""
+
+    hit_tokens: int = 0
+    queried_tokens: int = 0
+    hit_blocks: int = 0
+    queried_blocks: int = 0
+    left_out: int = 0
+
+    @property
+    def tokens(self) -> float:
+        """Share of prompt tokens that need not be computed."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    @property
+    def blocks(self) -> float:
+        """Share of full prompt blocks that were found."""
+        return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
+
+
+def lru_hit_rate(
+    trace: Trace, block_size: int, capacity_blocks: int, tell: Callable[[int], Any] = lambda done: None
+) -> HitRate:
+    """Exact LRU: the real block manager. O(blocks)."""
+    fits = -(-trace.prompt_tokens // block_size) <= capacity_blocks
+    longest = int(trace.prompt_tokens[fits].max(initial=1))
+    manager = BlockManager(capacity_blocks + 1, block_size, seed=0)
+    step = Step(manager, max_seqs=1, max_tokens=longest, max_blocks_per_seq=-(-longest // block_size))
+    for request in np.flatnonzero(fits).tolist():
+        answer = manager.allocate(manager.prepare(trace.tokens(request)))
+        if not isinstance(answer, Allocated):
+            raise RuntimeError(f"an empty pool refused request {request}: {answer}")
+        step.schedule(answer.handle, answer.num_new_tokens)
+        manager.commit(answer.handle, answer.num_new_tokens)
+        manager.free(answer.handle)
+        tell(1)
+    stats = manager.stats()
+    return HitRate(
+        stats.hit_tokens, stats.queried_tokens, stats.hit_blocks, stats.queried_blocks, int((~fits).sum())
+    )
+
+
+@dataclass(eq=False)
+class Segments:
+    """A trace as chains of segments: the blocks whose last token lies in one hash id, which are hit or evicted alike.
+
+    node int64 [starts[n]]: which segment, equal for equal prefixes only. blocks int64 [starts[n]]: how many blocks it
+    has here; 0 for ids that complete no block.
+    """
+
+    trace: Trace
+    block_size: int
+
+    def __post_init__(self) -> None:
+        trace, size = self.trace, self.block_size
+        lengths = np.diff(trace.starts)
+        place = np.arange(len(trace.ids)) - np.repeat(trace.starts[:-1], lengths)
+        begin = place * trace.tokens_per_id
+        end = np.minimum(begin + trace.tokens_per_id, np.repeat(trace.prompt_tokens, lengths))
+        self.blocks = end // size - begin // size
+        self.place = place
+        self.node = self._nodes()
+        # Full blocks that no hash id covers are a request's own: they are never hit, but they take room.
+        self.own_blocks = trace.prompt_tokens // size - np.array(
+            [int(self.blocks[a:b].sum()) for a, b in self._spans()], np.int64
+        )
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        return itertools.pairwise(self.trace.starts.tolist())
+
+    def _nodes(self) -> NDArray[np.int64]:
+        known: dict[tuple[int, int], int] = {}
+        nodes = []
+        ids = self.trace.ids.tolist()
+        for begin, end in self._spans():
+            parent = -1
+            for at in range(begin, end):
+                parent = known.setdefault((parent, ids[at]), len(known))
+                nodes.append(parent)
+        return np.array(nodes, np.int64)
+
+    @cached_property
+    def next_request(self) -> NDArray[np.int64]:
+        """For each segment the next request that has it, or n [starts[n]]."""
+        requests = np.repeat(np.arange(len(self.trace)), np.diff(self.trace.starts))
+        order = np.lexsort((requests, self.node))
+        following = np.full(len(order), len(self.trace))
+        same = self.node[order][1:] == self.node[order][:-1]
+        following[order[:-1][same]] = requests[order[1:][same]]
+        return following
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Different blocks of the trace: a cache of so many evicts nothing."""
+        largest = np.zeros(int(self.node.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(largest, self.node, self.blocks)
+        return int(largest.sum() + self.own_blocks.sum())
+
+
+def ceiling(segments: Segments) -> HitRate:
+    """What an infinite cache finds. O(hash ids)."""
+    return model_hit_rate(segments, int(segments.distinct_blocks) + 1, "fifo", unlimited=True)
+
+
+def model_hit_rate(
+    segments: Segments,
+    capacity_blocks: int,
+    policy: str,
+    tell: Callable[[int], Any] = lambda done: None,
+    *,
+    unlimited: bool = False,
+) -> HitRate:
+    """A cache under a policy of `MODELS`; unlimited: nothing is left out or evicted. O(hash ids * log).
+
+    All blocks of a request are in the cache while it is served, and are not evicted for one another. "optimum" evicts
+    what is used again last (Belady 1966), of equals the one deeper in its prompt: no policy that keeps the blocks of
+    the request it serves finds more. A parent is used no later than its children, so it never loses them.
+    """
+    trace, size = segments.trace, segments.block_size
+    nodes, blocks, places = segments.node.tolist(), segments.blocks.tolist(), segments.place.tolist()
+    following = segments.next_request.tolist() if policy == "optimum" else []
+    resident: dict[int, int] = {}
+    key: dict[
+        int, int
+    ] = {}  # Of a segment in the cache that nobody uses; the heap may hold outdated ones too.
+    heap: list[tuple[int, int]] = []
+    used = clock = hit_blocks = hit_tokens = queried_blocks = queried_tokens = left_out = 0
+    own_node = -1
+
+    def evict(num_blocks: int) -> int:
+        evicted = 0
+        while evicted < num_blocks and heap:
+            priority, node = heap[0]
+            if key.get(node) != priority:
+                heapq.heappop(heap)
+                continue
+            part = min(resident[node], num_blocks - evicted)
+            resident[node] -= part
+            evicted += part
+            if not resident[node]:
+                heapq.heappop(heap)
+                del resident[node], key[node]
+        return evicted
+
+    prompts = trace.prompt_tokens.tolist()
+    own_blocks = segments.own_blocks.tolist()
+    for request, (begin, end) in enumerate(
+        zip(trace.starts[:-1].tolist(), trace.starts[1:].tolist(), strict=True)
+    ):
+        prompt = prompts[request]
+        if not unlimited and -(-prompt // size) > capacity_blocks:
+            left_out += 1
+            continue
+        found, broken, needed = 0, False, -(-prompt // size) - prompt // size + own_blocks[request]
+        old_keys = []
+        for at in range(begin, end):
+            node, want = nodes[at], blocks[at]
+            have = resident.get(node, 0)
+            if not broken:
+                found += min(have, want)
+                broken = have < want
+            # What stands behind a gap cannot be hit: it is computed again in its place.
+            needed += max(want - have, 0)
+            old_keys.append(key.pop(node, None))
+        usable = min(found, (prompt - 1) // size)
+        hit_blocks += usable
+        hit_tokens += usable * size
+        queried_blocks += prompt // size
+        queried_tokens += prompt
+        if not unlimited and used + needed > capacity_blocks:
+            used -= evict(used + needed - capacity_blocks)
+        # A partly filled block is given back without content at once.
+        used += needed - (-(-prompt // size) - prompt // size)
+        if own_blocks[request]:
+            resident[own_node] = own_blocks[request]
+            clock += 1
+            key[own_node] = -(len(trace) << 32) if policy == "optimum" else clock
+            heapq.heappush(heap, (key[own_node], own_node))
+            own_node -= 1
+        for at in range(end - 1, begin - 1, -1):
+            node = nodes[at]
+            resident[node] = max(resident.get(node, 0), blocks[at])
+            if not resident[node]:
+                continue
+            clock += 1
+            old = old_keys[at - begin]
+            if policy == "optimum":
+                priority = -((following[at] << 32) + places[at])
+            else:
+                priority = old if policy == "fifo" and old is not None else clock
+            key[node] = priority
+            heapq.heappush(heap, (priority, node))
+        tell(1)
+    return HitRate(hit_tokens, queried_tokens, hit_blocks, queried_blocks, left_out)
+
+
+def capacities(segments: Segments, num_points: int = 6) -> list[int]:
+    """Cache sizes worth a look, in blocks: from twice the longest prompt to all distinct blocks, evenly by factor."""
+    size = segments.block_size
+    most = segments.distinct_blocks
+    least = min(2 * -(-int(segments.trace.prompt_tokens.max()) // size), most)
+    points = np.geomspace(max(least, 1), max(most, 1), num_points)
+    return sorted({round(float(point)) for point in points})
+
+
+def curve(
+    segments: Segments, sizes: Sequence[int], tell: Callable[[int], Any] = lambda done: None
+) -> Iterator[tuple[int, dict[str, HitRate]]]:
+    """For each cache size in blocks: its hit rates by policy, "lru" from the real manager."""
+    for size in sizes:
+        rates = {"lru": lru_hit_rate(segments.trace, segments.block_size, size, tell)}
+        for policy in MODELS[1:]:
+            rates[policy] = model_hit_rate(segments, size, policy, tell)
+        yield size, rates

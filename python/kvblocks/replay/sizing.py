@@ -1,0 +1,80 @@
+"""The smallest pool that survives the peak, beside the one that the mean suggests.
+
+Owns `Sizing` and `size_pool`. Imports scenario. Definition: a pool survives if no admission is ever refused and nobody
+is preempted. Invariant: the smallest pool was replayed, and survived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvblocks.replay.scenario import Options, Result, run_scenario
+from kvblocks.replay.simulate import Engine
+from kvblocks.replay.trace import Trace
+
+# A pool that does not survive is tried again this much larger, at most so often; then the gap to one that does not is
+# halved until it is this narrow.
+_GROWTH: Final = 1.25
+_MAX_TRIES: Final = 16
+_GAP: Final = 1 / 32
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """mean_pool: what an unbounded pool had allocated on average, and what becomes of a pool of just that size.
+
+    peak_pool: the smallest pool found that survives; None if none was within the tries.
+    """
+
+    mean_pool: Result
+    peak_pool: Result | None
+    interrupted: bool = False
+
+
+def size_pool(
+    trace: Trace,
+    unbounded: Result,
+    engine: Engine,
+    options: Options,
+    tell: Callable[[int], Any] = lambda done: None,
+) -> Sizing:
+    """From the replay of an unbounded pool, replay pools of its mean and of its peak. O(a few replays).
+
+    Mostly the unbounded pool's peak is the answer, and one replay says so. A prefix cache needs more: a smaller pool
+    keeps less, so requests find less, take longer, and overlap more. (The buddy system cuts another capacity
+    differently.) Then larger pools are tried, and the answer is exact to 1/32.
+    """
+    unit = unbounded.scenario.block_size or 1
+
+    def replay(slots: float) -> Result:
+        whole = max(unit, -(-int(slots) // unit) * unit)
+        return run_scenario(trace, replace(unbounded.scenario, pool_slots=whole), engine, options, tell)
+
+    mean_pool = replay(unbounded.allocated_mean_tokens)
+    failed, best = 0.0, None
+    slots = float(unbounded.smallest_pool_tokens)
+    for _ in range(_MAX_TRIES):
+        result = replay(slots)
+        if result.interrupted:
+            return Sizing(mean_pool, None, interrupted=True)
+        if _survived(result):
+            best = result
+            high = slots
+            break
+        failed, slots = slots, slots * _GROWTH
+    while best is not None and failed and high > failed * (1 + _GAP):
+        middle = (failed + high) / 2
+        result = replay(middle)
+        if result.interrupted:
+            break
+        if _survived(result):
+            best, high = result, middle
+        else:
+            failed = middle
+    return Sizing(mean_pool, best)
+
+
+def _survived(result: Result) -> bool:
+    return result.first_oom_time is None and result.rejected_never_fits == 0
