@@ -167,20 +167,134 @@ class Dropped:
 
 @final
 class Usage:
-    """What one namespace uses now, and what its admissions have looked up so far."""
+    """What one namespace uses now, has used at most, and has asked for so far; O(1) to take."""
 
     @property
-    def live_blocks(self) -> int: ...
+    def live_blocks(self) -> int:
+        """Blocks that sequences own, each counted once."""
     @property
-    def cached_blocks(self) -> int: ...
+    def cached_blocks(self) -> int:
+        """Blocks that nobody owns and whose content can still be hit; reclaimable at any time."""
     @property
-    def used_slots(self) -> int: ...
+    def held_blocks(self) -> int:
+        """Blocks that only transfers own."""
     @property
-    def num_seqs(self) -> int: ...
+    def logical_blocks(self) -> int:
+        """Blocks named by all block tables together."""
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks that sequences with a declared maximum may still ask for."""
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that hold a handle, preempted ones included."""
+    @property
+    def used_slots(self) -> int:
+        """Slots of live blocks that hold a computed token, shared blocks counted once."""
+    @property
+    def allocated_slots(self) -> int:
+        """live_blocks * block_size."""
+    @property
+    def reserved_slots(self) -> int:
+        """Slots reserved beyond what is scheduled, over all sequences: chunks to come, look-ahead."""
+    @property
+    def peak_live_blocks(self) -> int:
+        """Since `reset_peaks`."""
+    @property
+    def peak_logical_blocks(self) -> int: ...
+    @property
+    def queried_requests(self) -> int:
+        """Admissions that looked the prefix cache up, re-admissions after a preemption not counted."""
+    @property
+    def queried_blocks(self) -> int:
+        """Their full blocks."""
     @property
     def queried_tokens(self) -> int: ...
     @property
+    def hit_requests(self) -> int:
+        """Those that found something."""
+    @property
+    def hit_blocks(self) -> int: ...
+    @property
     def hit_tokens(self) -> int: ...
+    @property
+    def readmit_requests(self) -> int:
+        """Admissions of preempted sequences; they hit their own blocks, so they are counted apart."""
+    @property
+    def readmit_queried_blocks(self) -> int: ...
+    @property
+    def readmit_queried_tokens(self) -> int: ...
+    @property
+    def readmit_hit_requests(self) -> int: ...
+    @property
+    def readmit_hit_blocks(self) -> int: ...
+    @property
+    def readmit_hit_tokens(self) -> int: ...
+    @property
+    def collided_requests(self) -> int:
+        """Admissions that met a block with an equal hash and other content (and did not hit it)."""
+    @property
+    def collided_blocks(self) -> int:
+        """Those blocks."""
+    @property
+    def collided_tokens(self) -> int: ...
+    @property
+    def evicting_requests(self) -> int:
+        """Admissions, and rows of steps, that made cached blocks give way."""
+    @property
+    def evicted_blocks(self) -> int:
+        """Cached blocks that gave way; of a namespace: its own, whoever needed them."""
+    @property
+    def evicted_tokens(self) -> int: ...
+    @property
+    def copied_blocks(self) -> int:
+        """Copy-on-write copies requested."""
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def reclaimable_blocks(self) -> int:
+        """Blocks that the next request may have beside the free ones: the cached ones."""
+    @property
+    def internal_fragmentation(self) -> float:
+        """1 - used_slots / allocated_slots; 0.0 if there are none."""
+    @property
+    def sharing(self) -> float:
+        """logical_blocks / live_blocks; 1.0 if there are none."""
+    def __bool__(self) -> Literal[True]: ...
+
+@final
+class SequenceUsage:
+    """What a group of sequences uses now."""
+
+    @property
+    def live_blocks(self) -> int:
+        """Blocks that they own, each counted once."""
+    @property
+    def shared_blocks(self) -> int:
+        """Those of them that other sequences own too."""
+    @property
+    def private_blocks(self) -> int:
+        """Those that no other sequence owns."""
+    @property
+    def reclaimable_blocks(self) -> int:
+        """Those that `free` of exactly these sequences would give back now: not shared, in no transfer."""
+    @property
+    def logical_blocks(self) -> int:
+        """Blocks named by their tables together."""
+    @property
+    def used_slots(self) -> int:
+        """Slots of their blocks that hold a computed token, of whatever owner."""
+    @property
+    def allocated_slots(self) -> int:
+        """live_blocks * block_size."""
+    @property
+    def reserved_slots(self) -> int:
+        """Slots reserved beyond what is scheduled: chunks to come, look-ahead."""
+    @property
+    def internal_fragmentation(self) -> float:
+        """1 - used_slots / allocated_slots; 0.0 if there are none."""
+    @property
+    def sharing(self) -> float:
+        """logical_blocks / live_blocks; 1.0 if there are none."""
     def __bool__(self) -> Literal[True]: ...
 
 @final
@@ -200,7 +314,7 @@ class Fragmentation:
 
 @final
 class Stats:
-    """A snapshot of the pool's counters, O(1) to take."""
+    """A snapshot of the pool's counters, O(1) to take: what `Usage` has, of all namespaces, and some more."""
 
     @property
     def capacity_blocks(self) -> int:
@@ -208,16 +322,29 @@ class Stats:
     @property
     def free_blocks(self) -> int: ...
     @property
-    def live_blocks(self) -> int: ...
+    def num_transfers(self) -> int:
+        """Transfers that have not ended."""
+    @property
+    def num_steps(self) -> int:
+        """Steps scheduled."""
+    @property
+    def completed_transfers(self) -> int: ...
+    @property
+    def failed_transfers(self) -> int: ...
+    @property
+    def cancelled_transfers(self) -> int: ...
+    @property
+    def live_blocks(self) -> int:
+        """Blocks that sequences own, each counted once."""
     @property
     def cached_blocks(self) -> int:
-        """Blocks that no sequence uses and whose content can still be hit; reclaimable at any time."""
+        """Blocks that nobody owns and whose content can still be hit; reclaimable at any time."""
     @property
     def held_blocks(self) -> int:
-        """Blocks held by transfers."""
+        """Blocks that only transfers own."""
     @property
     def logical_blocks(self) -> int:
-        """Blocks named by all block tables together; logical / live is the sharing factor."""
+        """Blocks named by all block tables together."""
     @property
     def promised_blocks(self) -> int:
         """Blocks that sequences with a declared maximum may still ask for."""
@@ -225,68 +352,77 @@ class Stats:
     def num_seqs(self) -> int:
         """Sequences that hold a handle, preempted ones included."""
     @property
-    def num_transfers(self) -> int:
-        """Transfers that have not ended."""
-    @property
-    def num_steps(self) -> int:
-        """Steps scheduled."""
-    @property
     def used_slots(self) -> int:
         """Slots of live blocks that hold a computed token, shared blocks counted once."""
-    @property
-    def reserved_slots(self) -> int:
-        """Slots reserved beyond what is scheduled, over all sequences."""
     @property
     def allocated_slots(self) -> int:
         """live_blocks * block_size."""
     @property
-    def internal_fragmentation(self) -> float:
-        """1 - used_slots / allocated_slots; 0.0 for an idle pool."""
+    def reserved_slots(self) -> int:
+        """Slots reserved beyond what is scheduled, over all sequences: chunks to come, look-ahead."""
     @property
-    def sharing(self) -> float:
-        """logical_blocks / live_blocks; 1.0 for an idle pool."""
-    @property
-    def peak_live_blocks(self) -> int: ...
+    def peak_live_blocks(self) -> int:
+        """Since `reset_peaks`."""
     @property
     def peak_logical_blocks(self) -> int: ...
     @property
     def queried_requests(self) -> int:
         """Admissions that looked the prefix cache up, re-admissions after a preemption not counted."""
     @property
-    def hit_requests(self) -> int: ...
-    @property
-    def queried_blocks(self) -> int: ...
-    @property
-    def hit_blocks(self) -> int: ...
+    def queried_blocks(self) -> int:
+        """Their full blocks."""
     @property
     def queried_tokens(self) -> int: ...
+    @property
+    def hit_requests(self) -> int:
+        """Those that found something."""
+    @property
+    def hit_blocks(self) -> int: ...
     @property
     def hit_tokens(self) -> int: ...
     @property
     def readmit_requests(self) -> int:
         """Admissions of preempted sequences; they hit their own blocks, so they are counted apart."""
     @property
-    def readmit_hit_requests(self) -> int: ...
+    def readmit_queried_blocks(self) -> int: ...
     @property
     def readmit_queried_tokens(self) -> int: ...
     @property
+    def readmit_hit_requests(self) -> int: ...
+    @property
+    def readmit_hit_blocks(self) -> int: ...
+    @property
     def readmit_hit_tokens(self) -> int: ...
     @property
-    def hash_collisions(self) -> int:
-        """Look-ups that met an equal hash with other content (and did not hit)."""
+    def collided_requests(self) -> int:
+        """Admissions that met a block with an equal hash and other content (and did not hit it)."""
     @property
-    def evicted_blocks(self) -> int: ...
+    def collided_blocks(self) -> int:
+        """Those blocks."""
+    @property
+    def collided_tokens(self) -> int: ...
+    @property
+    def evicting_requests(self) -> int:
+        """Admissions, and rows of steps, that made cached blocks give way."""
+    @property
+    def evicted_blocks(self) -> int:
+        """Cached blocks that gave way; of a namespace: its own, whoever needed them."""
+    @property
+    def evicted_tokens(self) -> int: ...
     @property
     def copied_blocks(self) -> int:
         """Copy-on-write copies requested."""
     @property
     def preemptions(self) -> int: ...
     @property
-    def completed_transfers(self) -> int: ...
+    def reclaimable_blocks(self) -> int:
+        """Blocks that the next request may have beside the free ones: the cached ones."""
     @property
-    def failed_transfers(self) -> int: ...
+    def internal_fragmentation(self) -> float:
+        """1 - used_slots / allocated_slots; 0.0 if there are none."""
     @property
-    def cancelled_transfers(self) -> int: ...
+    def sharing(self) -> float:
+        """logical_blocks / live_blocks; 1.0 if there are none."""
 
 @final
 class BlockManager:
@@ -456,6 +592,8 @@ class BlockManager:
         """
     def reclaimable(self, handles: _Handles) -> int:
         """Blocks that `free` of exactly these sequences would give back now. O(blocks)."""
+    def sequence_usage(self, handles: _Handles) -> SequenceUsage:
+        """What these sequences use together, each block counted once. O(blocks); no verb pays for it."""
     def begin_transfer(self, handle: int, start: int | None = None, end: int | None = None) -> int:
         """Let a transfer own the blocks of columns start..end (default: all) of a sequence's table.
 
@@ -480,7 +618,11 @@ class BlockManager:
     def tokens(self, handle: int) -> NDArray[np.int64]:
         """Known token ids [num_tokens] of a sequence; a copy. O(tokens)."""
     def namespace_usage(self, *, adapter: _Key | None = None, salt: _Key | None = None) -> Usage:
-        """What a namespace uses; zeros for one that nothing belongs to. No keys: the default one. O(1)."""
+        """What a namespace uses and has asked for; no keys: the default one. O(1).
+
+        Its totals last while something belongs to it, and afterwards until 4,096 other namespaces have become empty
+        since; zeros for one that is not known.
+        """
     def fragmentation(self) -> Fragmentation:
         """Where the free blocks lie. O(num_blocks / 64 + runs)."""
     def series(self) -> NDArray[np.int64]:
@@ -491,7 +633,7 @@ class BlockManager:
     def stats(self) -> Stats:
         """Counters of the pool, O(1)."""
     def reset_peaks(self) -> None:
-        """Start the peaks afresh from the current use."""
+        """Start the peaks, those of the namespaces too, afresh from the current use. O(namespaces)."""
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that nobody owns; returns how many. O(cached blocks)."""
     def drop_namespace(self, *, adapter: _Key | None = None, salt: _Key | None = None) -> int:

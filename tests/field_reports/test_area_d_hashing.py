@@ -61,7 +61,7 @@ def test_p040_what_has_lost_its_parent_is_not_counted_as_a_collision() -> None:
     engine.manager.free(engine.admit(range(100, 116)))  # evicts the first block; the second is in use
     engine.cache(range(4))  # the first once more: the second does not follow it
     engine.ask(range(9))
-    assert engine.manager.stats().hash_collisions == 0
+    assert engine.manager.stats().collided_blocks == 0
     engine.pool()
 
 

@@ -29,7 +29,7 @@ def visible(engine: Engine, handle: int) -> Any:
     """The sequence, and the pool without its counters of events."""
     stats = engine.manager.stats()
     names = [name for name in dir(stats) if name.endswith(("_blocks", "_slots")) and "peak" not in name]
-    return state(engine.manager, [handle])[1:], [(name, getattr(stats, name)) for name in names]
+    return state(engine.manager, [handle], salts=())[1:], [(name, getattr(stats, name)) for name in names]
 
 
 @pytest.mark.parametrize("accepted", [0, 2, 5])

@@ -75,9 +75,10 @@ def fields(counters: type) -> list[str]:
 
 
 def test_no_field_is_missing_and_none_is_there_twice() -> None:
-    assert len(fields(kv.Stats)) >= 34
+    assert len(fields(kv.Stats)) >= 41
     assert sorted(field for metric in _MANAGER for field in metric.fields.values()) == fields(kv.Stats)
-    assert len(fields(kv.Usage)) >= 6
+    assert len(fields(kv.Usage)) >= 34
+    assert set(fields(kv.Usage)) < set(fields(kv.Stats))
     assert sorted(field for metric in _NAMESPACE for field in metric.fields.values()) == fields(kv.Usage)
 
 
@@ -85,7 +86,9 @@ def test_all_fields_are_exported_with_their_values() -> None:
     manager = busy_manager()
     stats = manager.stats()
     moved = {field for field in fields(kv.Stats) if getattr(stats, field)}
-    assert set(fields(kv.Stats)) - moved == {"hash_collisions", "free_blocks"}
+    assert set(fields(kv.Stats)) - moved == {
+        "collided_requests", "collided_blocks", "collided_tokens", "free_blocks"
+    }  # fmt: skip
     families = scrape(KVBlocksCollector({"only": manager}))
     assert len(families) == len(_MANAGER)
     for metric in _MANAGER:
@@ -99,17 +102,17 @@ def test_all_fields_are_exported_with_their_values() -> None:
 def test_kinds_and_units() -> None:
     families = scrape(KVBlocksCollector({"only": kv.BlockManager(4, 4)}, namespaces={"base": {}}))
     assert len(families) == len(_MANAGER) + len(_NAMESPACE)
-    totals = {"steps", "preemptions", "ended_transfers", "hash_collisions"}
+    totals = {"steps", "preemptions", "ended_transfers"}
     for name, family in families.items():
-        short = name.removeprefix("kvblocks_")
+        short = name.removeprefix("kvblocks_").removeprefix("namespace_")
         counts = short in totals or short.endswith(
-            ("_requests", "_tokens", "evicted_blocks", "copied_blocks")
+            ("_requests", "_tokens", "evicted_blocks", "copied_blocks", "collided_blocks")
         )
-        counts |= short.startswith("prefix_")
+        counts |= short.startswith(("prefix_", "readmit_"))
         assert family.type == ("counter" if counts else "gauge"), name
         assert all(sample.name == name + "_total" * counts for sample in family.samples)
         unit = short.rpartition("_")[2]
-        plural = {"sequences", "transfers", "steps", "preemptions", "collisions"}
+        plural = {"sequences", "transfers", "steps", "preemptions"}
         assert unit in {"blocks", "slots", "tokens", "requests", "ratio"} | plural, name
         assert family.documentation.endswith(".")
 
@@ -149,8 +152,11 @@ def test_named_namespaces_are_exported_for_each_manager() -> None:
             "none": manager.namespace_usage(adapter=7),
         }.items():
             for metric in _NAMESPACE:
-                exported = value(families, f"kvblocks_{metric.name}", manager=name, namespace=namespace)
-                assert exported == getattr(usage, metric.fields[""])
+                for label, field in metric.fields.items():
+                    labels = {"manager": name, "namespace": namespace}
+                    labels |= {metric.label: label} if metric.label else {}
+                    exported = value(families, f"kvblocks_{metric.name}", **labels)
+                    assert exported == getattr(usage, field)
     assert (
         value(families, "kvblocks_namespace_prefix_hit_tokens_total", manager="busy", namespace="base") == 8
     )

@@ -471,7 +471,24 @@ class CacheMachine(RuleBasedStateMachine):
             usage = self.manager.namespace_usage(salt=salt)
             handles = [handle for handle, seq in self.seqs.items() if seq.salt == salt]
             assert usage.num_seqs == len(handles)
-            assert usage.live_blocks == len({block for handle in handles for block in named[handle]})
+            own = {block for handle in handles for block in named[handle]}
+            assert usage.live_blocks == len(own)
+            assert usage.logical_blocks == sum(len(named[handle]) for handle in handles)
+            if handles:
+                group = self.manager.sequence_usage(handles)
+                assert (group.live_blocks, group.shared_blocks, group.private_blocks) == (
+                    len(own),
+                    0,
+                    len(own),
+                )
+                assert group.reclaimable_blocks == len(own - in_transfers)
+                assert (group.used_slots, group.sharing) == (usage.used_slots, usage.sharing)
+        for handle, blocks in named.items():
+            usage = self.manager.sequence_usage(handle)
+            others = {block for other, table in named.items() if other != handle for block in table}
+            assert (usage.live_blocks, usage.shared_blocks) == (len(blocks), len(others & set(blocks)))
+            assert usage.reclaimable_blocks == len(set(blocks) - others - in_transfers)
+            assert usage.allocated_slots == len(blocks) * self.block_size
 
     @invariant()
     def every_sequence_reads_its_own_history(self) -> None:

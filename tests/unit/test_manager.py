@@ -841,3 +841,94 @@ def test_a_media_item_that_is_cut_short_is_another_item_from_the_cut_on() -> Non
     shorter = manager.prepare([7] * 13, media=[("image", 2, 8)])
     assert manager.match_prefix(shorter) == 0
     assert manager.check_integrity() == []
+
+
+def test_a_sequence_knows_what_it_shares_and_what_is_its_own() -> None:
+    manager = kv.BlockManager(20, 4)
+    step = kv.Step(manager, max_seqs=4, max_tokens=32)
+    one = admit(manager, range(10)).handle
+    run(step, manager, one)
+    alone = manager.sequence_usage(one)
+    assert (alone.live_blocks, alone.shared_blocks, alone.private_blocks, alone.reclaimable_blocks) == (
+        3,
+        0,
+        3,
+        3,
+    )
+    assert (alone.used_slots, alone.allocated_slots, alone.reserved_slots) == (10, 12, 0)
+    assert alone.internal_fragmentation == pytest.approx(2 / 12)
+    (two,) = manager.fork(one).tolist()
+    assert step.schedule(two, 1, lookahead=5)  # copies the tail, and reserves a block more
+    manager.commit(two, 1, [7])
+    usage = manager.sequence_usage(two)
+    assert (usage.live_blocks, usage.shared_blocks, usage.private_blocks, usage.reclaimable_blocks) == (
+        4,
+        2,
+        2,
+        2,
+    )
+    assert (usage.used_slots, usage.allocated_slots, usage.reserved_slots) == (11, 16, 5)
+    both = manager.sequence_usage([one, two])
+    assert (both.live_blocks, both.logical_blocks, both.shared_blocks, both.reclaimable_blocks) == (
+        5,
+        7,
+        0,
+        5,
+    )
+    assert both.used_slots == manager.stats().used_slots == 10 + 3
+    assert both.sharing == manager.stats().sharing == 7 / 5
+    transfer = manager.begin_transfer(two, 2, 3)
+    assert manager.sequence_usage(two).reclaimable_blocks == 1 == manager.reclaimable(two)
+    assert manager.sequence_usage(two).private_blocks == 2
+    manager.cancel_transfer(transfer)
+    with pytest.raises(ValueError, match="more than once"):
+        manager.sequence_usage([one, one])
+
+
+def test_the_totals_of_a_namespace_outlive_what_belongs_to_it() -> None:
+    manager = kv.BlockManager(20, 4)
+    step = kv.Step(manager, max_seqs=4, max_tokens=32)
+    prompt = manager.prepare(range(10), salt="tenant")
+    for _ in range(2):
+        answer = manager.allocate(prompt)
+        assert isinstance(answer, kv.Allocated)
+        run(step, manager, answer.handle)
+        manager.free(answer.handle)
+    manager.reset_prefix_cache()
+    usage = manager.namespace_usage(salt="tenant")
+    assert (usage.live_blocks, usage.cached_blocks, usage.held_blocks, usage.num_seqs) == (0, 0, 0, 0)
+    assert (usage.queried_requests, usage.queried_blocks, usage.queried_tokens) == (2, 4, 20)
+    assert (usage.hit_requests, usage.hit_blocks, usage.hit_tokens) == (1, 2, 8)
+    assert usage.peak_live_blocks == 3
+    for salt in range(4096):
+        handle = manager.allocate(manager.prepare([1], salt=salt))
+        assert isinstance(handle, kv.Allocated)
+        manager.free(handle.handle)
+        assert (manager.namespace_usage(salt="tenant") == usage) == (salt < 4095)
+    assert manager.namespace_usage(salt="tenant") == manager.namespace_usage(salt="nobody")
+    assert manager.namespace_usage(salt=4095).queried_requests == 1
+    assert manager.stats().queried_requests == 2 + 4096
+    assert manager.check_integrity() == []
+
+
+def test_evictions_and_copies_are_counted_where_they_belong() -> None:
+    manager = kv.BlockManager(7, 4, null_block=True)
+    step = kv.Step(manager, max_seqs=4, max_tokens=32)
+
+    def serve(tokens: list[int], salt: str) -> int:
+        answer = manager.allocate(manager.prepare(tokens, salt=salt))
+        assert isinstance(answer, kv.Allocated)
+        run(step, manager, answer.handle)
+        return answer.handle
+
+    manager.free(serve(list(range(16)), "a"))  # 4 blocks cached, 2 free
+    handle = serve(list(range(50, 59)), "b")  # 3 blocks: one of a's gives way
+    a, b, stats = manager.namespace_usage(salt="a"), manager.namespace_usage(salt="b"), manager.stats()
+    assert (a.evicted_blocks, a.evicted_tokens, a.evicting_requests) == (1, 4, 0)
+    assert (b.evicted_blocks, b.evicted_tokens, b.evicting_requests) == (0, 0, 1)
+    assert (stats.evicted_blocks, stats.evicted_tokens, stats.evicting_requests) == (1, 4, 1)
+    (child,) = manager.fork(handle).tolist()
+    assert step.schedule([handle, child], 1)  # the copy of the tail evicts
+    b = manager.namespace_usage(salt="b")
+    assert (b.copied_blocks, b.evicting_requests, manager.stats().evicted_blocks) == (1, 2, 2)
+    assert manager.stats().reclaimable_blocks == manager.stats().cached_blocks == 2

@@ -60,16 +60,15 @@ def _plain(name: str, field: str, text: str) -> _Metric:
     return _Metric(name, text, {"": field})
 
 
-_MANAGER: Final = [
-    _plain("capacity_blocks", "capacity_blocks", "Blocks that can be allocated."),
-    _plain("free_blocks", "free_blocks", "Blocks without an owner and without content."),
+# What is counted for the pool and for each namespace.
+_USAGE: Final = [
     _plain("live_blocks", "live_blocks", "Blocks that sequences own, shared ones counted once."),
     _plain("cached_blocks", "cached_blocks", "Blocks without an owner that can still be hit."),
+    _plain("reclaimable_blocks", "reclaimable_blocks", "Blocks that the next request may have: cached ones."),
     _plain("held_blocks", "held_blocks", "Blocks that only transfers own."),
     _plain("logical_blocks", "logical_blocks", "Blocks named by all block tables together."),
     _plain("promised_blocks", "promised_blocks", "Blocks kept for sequences with a declared maximum."),
     _plain("sequences", "num_seqs", "Sequences that hold a handle, preempted ones included."),
-    _plain("transfers", "num_transfers", "Transfers that have not ended."),
     _plain("used_slots", "used_slots", "Slots of live blocks that hold a computed token."),
     _plain("allocated_slots", "allocated_slots", "Slots of live blocks."),
     _plain("reserved_slots", "reserved_slots", "Slots reserved beyond what is scheduled."),
@@ -83,21 +82,38 @@ _MANAGER: Final = [
         {"live": "peak_live_blocks", "logical": "peak_logical_blocks"},
         "kind",
     ),
-    _plain("steps_total", "num_steps", "Steps scheduled."),
     _plain("prefix_queried_requests_total", "queried_requests", "Admissions that looked the cache up."),
-    _plain("prefix_hit_requests_total", "hit_requests", "Admissions that found something."),
     _plain("prefix_queried_blocks_total", "queried_blocks", "Full blocks looked up by admissions."),
-    _plain("prefix_hit_blocks_total", "hit_blocks", "Blocks found by admissions."),
     _plain("prefix_queried_tokens_total", "queried_tokens", "Tokens looked up by admissions."),
+    _plain("prefix_hit_requests_total", "hit_requests", "Admissions that found something."),
+    _plain("prefix_hit_blocks_total", "hit_blocks", "Blocks found by admissions."),
     _plain("prefix_hit_tokens_total", "hit_tokens", "Tokens found by admissions."),
     _plain("readmit_requests_total", "readmit_requests", "Admissions of preempted sequences."),
-    _plain("readmit_hit_requests_total", "readmit_hit_requests", "Those that found something."),
+    _plain("readmit_queried_blocks_total", "readmit_queried_blocks", "Full blocks looked up by them."),
     _plain("readmit_queried_tokens_total", "readmit_queried_tokens", "Tokens looked up by them."),
+    _plain("readmit_hit_requests_total", "readmit_hit_requests", "Those that found something."),
+    _plain("readmit_hit_blocks_total", "readmit_hit_blocks", "Blocks found by them."),
     _plain("readmit_hit_tokens_total", "readmit_hit_tokens", "Tokens found by them."),
-    _plain("hash_collisions_total", "hash_collisions", "Look-ups that met an equal hash of other content."),
+    _plain(
+        "collided_requests_total", "collided_requests", "Admissions that met an equal hash of other content."
+    ),
+    _plain("collided_blocks_total", "collided_blocks", "Blocks met with an equal hash and other content."),
+    _plain("collided_tokens_total", "collided_tokens", "Tokens of those blocks."),
+    _plain(
+        "evicting_requests_total", "evicting_requests", "Admissions, and rows of steps, that evicted blocks."
+    ),
     _plain("evicted_blocks_total", "evicted_blocks", "Cached blocks whose content gave way."),
+    _plain("evicted_tokens_total", "evicted_tokens", "Tokens of those blocks."),
     _plain("copied_blocks_total", "copied_blocks", "Copy-on-write copies."),
     _plain("preemptions_total", "preemptions", "Sequences preempted."),
+]
+
+_MANAGER: Final = [
+    _plain("capacity_blocks", "capacity_blocks", "Blocks that can be allocated."),
+    _plain("free_blocks", "free_blocks", "Blocks without an owner and without content."),
+    *_USAGE,
+    _plain("transfers", "num_transfers", "Transfers that have not ended."),
+    _plain("steps_total", "num_steps", "Steps scheduled."),
     _Metric(
         "ended_transfers_total",
         "Transfers that have ended.",
@@ -111,12 +127,8 @@ _MANAGER: Final = [
 ]
 
 _NAMESPACE: Final = [
-    _plain("namespace_live_blocks", "live_blocks", "Blocks that sequences of the namespace own."),
-    _plain("namespace_cached_blocks", "cached_blocks", "Its blocks without an owner that can be hit."),
-    _plain("namespace_used_slots", "used_slots", "Slots of its live blocks that hold a computed token."),
-    _plain("namespace_sequences", "num_seqs", "Sequences of the namespace."),
-    _plain("namespace_prefix_queried_tokens_total", "queried_tokens", "Tokens that it has looked up."),
-    _plain("namespace_prefix_hit_tokens_total", "hit_tokens", "Tokens that it has found."),
+    metric._replace(name=f"namespace_{metric.name}", help=f"Of a namespace: {metric.help}")
+    for metric in _USAGE
 ]
 
 
@@ -125,7 +137,7 @@ class KVBlocksCollector(Collector):
 
     managers: by the value of the label `manager`; read anew at each scrape, so entries may come and go. namespaces:
     by the value of the label `namespace`, exported for each manager; name only as many as your Prometheus can bear.
-    The counters of a namespace start again from 0 after nothing has belonged to it.
+    The totals of a namespace start again from 0 after it was forgotten, see `BlockManager.namespace_usage`.
     """
 
     def __init__(

@@ -7,10 +7,12 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::SeqHandle;
-use crate::manager::{Answer, FullHit, Manager, Refusal};
+use crate::manager::{settle, Answer, FullHit, Manager, Refusal};
 use crate::prefix;
 use crate::prompt::Prompt;
 use crate::sequence::Sequence;
+use crate::stats::note_evictions;
+use crate::usage::Query;
 
 /// How a request is admitted.
 #[derive(Clone, Copy, Debug)]
@@ -55,20 +57,14 @@ impl Manager {
     /// Leading tokens that `allocate` would find cached. O(hits).
     pub fn match_prefix(&mut self, prompt: &Prompt, recompute_last_hit: bool) -> Result<usize> {
         self.check_prompt(prompt)?;
-        let collisions = self.pool.collisions;
         let options = AdmissionOptions { recompute_last_hit, ..AdmissionOptions::default() };
-        let num_cached = self.find_hits(prompt, options);
-        self.pool.collisions = collisions;
-        Ok(num_cached)
+        Ok(self.find_hits(prompt, options))
     }
 
     /// What `allocate` with the same arguments would answer. O(hits).
     pub fn can_allocate(&mut self, prompt: &Prompt, options: AdmissionOptions) -> Answer<Admission> {
         self.check_prompt(prompt)?;
-        let collisions = self.pool.collisions;
-        let answer = self.plan_admission(prompt, options);
-        self.pool.collisions = collisions;
-        Ok(answer)
+        Ok(self.plan_admission(prompt, options))
     }
 
     /// Admit a request: pin its cached prefix and take blocks for the tokens to reserve.
@@ -77,13 +73,9 @@ impl Manager {
     /// watermark, and what was promised to others, is ignored while nothing is live. O(blocks).
     pub fn allocate(&mut self, prompt: &Prompt, options: AdmissionOptions) -> Answer<Allocation> {
         self.check_prompt(prompt)?;
-        let collisions = self.pool.collisions;
         let plan = match self.plan_admission(prompt, options) {
             Ok(plan) => plan,
-            Err(refusal) => {
-                self.pool.collisions = collisions;
-                return Ok(Err(refusal));
-            }
+            Err(refusal) => return Ok(Err(refusal)),
         };
         let cached = plan.num_cached_tokens;
         let num_blocks = self.hits.len() + plan.num_new_blocks;
@@ -100,7 +92,9 @@ impl Manager {
             self.pool.share(block);
         }
         seq.blocks.extend_from_slice(&self.hits);
+        let evictions = self.pool.evictions;
         self.pool.take_many(plan.num_new_blocks, namespace, &mut seq.blocks);
+        note_evictions(&mut self.counters, &mut self.pool, namespace, evictions);
         seq.num_computed = cached;
         seq.num_scheduled = cached;
         seq.num_reserved = cached.max(options.reserve.unwrap_or(prompt.len()));
@@ -120,14 +114,16 @@ impl Manager {
                 (key, &mut self.seqs[key])
             }
         };
-        self.ledger.settle(seq, self.size);
+        settle(seq, &mut self.counters, &mut self.pool);
         if options.use_cache && self.pool.index.is_some() {
-            self.counters.count_query(prompt.len(), cached, self.size, prompt.resumes.is_some());
-            if prompt.resumes.is_none() {
-                let usage = self.pool.namespaces.usage(namespace);
-                usage.queried_tokens += prompt.len() as u64;
-                usage.hit_tokens += cached as u64;
-            }
+            let query = Query {
+                num_tokens: prompt.len(),
+                num_cached_tokens: cached,
+                num_collided: self.pool.collisions,
+                is_readmission: prompt.resumes.is_some(),
+            };
+            self.counters.total.count_query(query, self.size);
+            self.pool.namespaces.usage(namespace).count_query(query, self.size);
         }
         self.note_peaks();
         let handle = key;
@@ -155,6 +151,7 @@ impl Manager {
     /// Leave the cached blocks of `prompt` in `self.hits`; returns the tokens in them that are usable.
     fn find_hits(&mut self, prompt: &Prompt, options: AdmissionOptions) -> usize {
         self.hits.clear();
+        self.pool.collisions = 0;
         if !options.use_cache {
             return 0;
         }
@@ -193,7 +190,7 @@ impl Manager {
         if self.pool.num_live() > 0 {
             // What this request itself will grow to is promised to it, as is what the running ones have been.
             let own = self.size.blocks(declared).saturating_sub(num_blocks);
-            need += self.watermark + self.ledger.0.promised + own;
+            need += self.watermark + self.counters.total.promised_blocks + own;
         }
         match need.saturating_sub(available) {
             0 => Ok(Admission { num_cached_tokens, num_new_blocks }),

@@ -6,7 +6,8 @@ use std::collections::{HashMap, HashSet};
 
 use crate::ids::BlockId;
 use crate::manager::{Manager, Publish};
-use crate::sequence::{Sequence, Share};
+use crate::sequence::Sequence;
+use crate::usage::Usage;
 
 /// Collects violations.
 struct Report(Vec<String>);
@@ -29,10 +30,7 @@ impl Manager {
         let mut report = Report(Vec::new());
         let mut owners: HashMap<BlockId, u32> = HashMap::new();
         for (key, seq) in self.seqs.iter() {
-            let retired = seq.retired.iter().map(|&(block, _)| block);
-            for block in seq.blocks.iter().copied().chain(retired).filter(|&block| block != BlockId::HOLE) {
-                *owners.entry(block).or_default() += 1;
-            }
+            seq.owned_blocks().for_each(|block| *owners.entry(block).or_default() += 1);
             self.check_sequence(&format!("sequence {:#x}", key.0), seq, &mut report);
         }
         let mut holds: HashMap<BlockId, u32> = HashMap::new();
@@ -44,7 +42,7 @@ impl Manager {
         report.equal("blocks held by transfers", &self.pool.holds, &holds);
         self.check_blocks(&owners, &holds, &mut report);
         self.check_index(&mut report);
-        self.check_sums(&mut report);
+        self.check_sums(&owners, &mut report);
         report.0
     }
 
@@ -162,34 +160,59 @@ impl Manager {
         report.expect(extras, || "extra keys of a block that is not published".into());
     }
 
-    fn check_sums(&self, report: &mut Report) {
-        let mut total = Share::default();
-        for seq in self.seqs.values() {
-            total.blocks += seq.share.blocks;
-            total.promised += seq.share.promised;
-            total.ahead += seq.share.ahead;
-        }
-        report.equal("shares of all sequences", self.ledger.0, total);
-        let (now, peak) = (self.pool.num_live(), self.counters.peak_live_blocks);
+    fn check_sums(&self, owners: &HashMap<BlockId, u32>, report: &mut Report) {
+        let total = &self.counters.total;
+        let (now, peak) = (self.pool.num_live(), total.peak_live_blocks);
         report.expect(now <= peak, || format!("{now} blocks are live, the peak is {peak}"));
-        let (now, peak) = (self.ledger.0.blocks, self.counters.peak_logical_blocks);
+        let (now, peak) = (total.logical_blocks, total.peak_logical_blocks);
         report.expect(now <= peak, || format!("tables name {now} blocks, the peak is {peak}"));
-        let (mut live, mut cached, mut used_slots, mut num_seqs) = (0, 0, 0, 0);
+        let mut sum = [0; 8];
         for (index, _, refs, usage) in self.pool.namespaces.iter() {
-            let seqs = self.seqs.values().filter(|seq| seq.namespace == index).count();
-            let blocks = self.pool.ids().filter(|&block| self.pool.blocks[block].namespace == index);
-            let published = blocks.filter(|&block| self.pool.is_published(block)).count();
-            report.equal(&format!("namespace {index}: sequences"), usage.num_seqs, seqs);
+            let mut expected = Usage::default();
+            for seq in self.seqs.values().filter(|seq| seq.namespace == index) {
+                expected.num_seqs += 1;
+                expected.logical_blocks += seq.share.blocks;
+                expected.promised_blocks += seq.share.promised;
+                expected.reserved_slots += seq.share.ahead;
+            }
+            let mut published = 0;
+            for block in self.pool.ids().filter(|&block| self.pool.blocks[block].namespace == index) {
+                let (is_published, is_owned) = (self.pool.is_published(block), self.pool.refs(block) > 0);
+                published += usize::from(is_published);
+                if owners.contains_key(&block) {
+                    expected.live_blocks += 1;
+                    expected.used_slots += self.pool.fill(block) as u64;
+                } else if is_owned {
+                    expected.held_blocks += 1;
+                } else {
+                    expected.cached_blocks += usize::from(is_published);
+                }
+            }
             let always = usize::from(index == 0);
-            report.equal(&format!("namespace {index}: references"), refs, seqs + published + always);
-            live += usage.live_blocks;
-            cached += usage.cached_blocks;
-            used_slots += usage.used_slots;
-            num_seqs += usage.num_seqs;
+            let members = expected.num_seqs + published + expected.held_blocks + always;
+            report.equal(&format!("namespace {index}: references"), refs, members);
+            report.equal(&format!("namespace {index}: usage"), gauges(usage), gauges(&expected));
+            let peaks = (usage.peak_live_blocks, usage.peak_logical_blocks);
+            report.expect(peaks.0 >= usage.live_blocks && peaks.1 >= usage.logical_blocks, || {
+                format!("namespace {index}: peaks {peaks:?} are below {usage:?}")
+            });
+            sum.iter_mut().zip(gauges(usage)).for_each(|(sum, own)| *sum += own);
         }
-        report.equal("live blocks of all namespaces", live, self.pool.num_live());
-        report.equal("cached blocks of all namespaces", cached, self.pool.num_cached());
-        report.equal("used slots of all namespaces", used_slots, self.pool.used_slots());
-        report.equal("sequences of all namespaces", num_seqs, self.seqs.len());
+        report.equal("usage of all namespaces", sum, gauges(&self.stats()));
     }
+}
+
+/// What is in use now.
+fn gauges(usage: &Usage) -> [u64; 8] {
+    let blocks = [
+        usage.live_blocks,
+        usage.cached_blocks,
+        usage.held_blocks,
+        usage.logical_blocks,
+        usage.promised_blocks,
+        usage.num_seqs,
+        usage.reserved_slots,
+    ];
+    let [live, cached, held, logical, promised, seqs, reserved] = blocks.map(|count| count as u64);
+    [live, cached, held, logical, promised, seqs, reserved, usage.used_slots]
 }

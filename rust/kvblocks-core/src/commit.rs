@@ -5,7 +5,7 @@
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle};
-use crate::manager::{check_member, Counts, Manager};
+use crate::manager::{check_member, settle, Counts, Manager};
 use crate::pool::{Pool, AHEAD};
 use crate::prefix;
 use crate::sequence::{InFlight, Sequence};
@@ -56,7 +56,7 @@ impl Manager {
                 seq.publish_full(&mut self.pool, self.merge);
                 if count < step.num_new as usize {
                     roll_back(seq, &mut self.pool, seq.num_computed, step);
-                    self.ledger.settle(seq, self.size);
+                    settle(seq, &mut self.counters, &mut self.pool);
                 }
                 if seq.blocks.capacity() - seq.blocks.len() < 4 {
                     seq.blocks.reserve(seq.blocks.len() / 4 + 16);
@@ -105,7 +105,7 @@ impl Manager {
                 // The steps that merged blocks wait for are the ones that are left.
                 let left = seq.in_flight.len();
                 release_retired(seq, &mut self.pool, |steps| steps.min(left));
-                self.ledger.settle(seq, self.size);
+                settle(seq, &mut self.counters, &mut self.pool);
             }
         }
         Ok(())
@@ -226,6 +226,7 @@ impl Sequence {
     fn merge_into(&mut self, older: BlockId, column: usize, pool: &mut Pool) {
         let block = self.blocks[column];
         pool.share(older);
+        pool.namespaces.touch(self.namespace);
         self.blocks[column] = older;
         let (room, left) = (self.room, self.left_in_block);
         self.touch(column);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle};
-use crate::manager::{Counts, Manager};
+use crate::manager::{settle, Counts, Manager};
 use crate::pool::Pool;
 use crate::sequence::Sequence;
 
@@ -59,7 +59,7 @@ impl Manager {
                 // The media that begin beyond the cut must not mark what is computed there next.
                 seq.prompt = Arc::new(self.preparer.cut(&seq.prompt, length));
             }
-            self.ledger.settle(seq, self.size);
+            settle(seq, &mut self.counters, &mut self.pool);
         }
         Ok(orphaned)
     }
@@ -103,7 +103,7 @@ impl Manager {
             }
         }
         seq.touch(first);
-        self.ledger.settle(seq, self.size);
+        settle(seq, &mut self.counters, &mut self.pool);
         Ok(Dropped { start: first * self.size.get(), end: last * self.size.get(), num_blocks })
     }
 

@@ -45,6 +45,7 @@ mod sequences;
 mod stats;
 mod step;
 mod transfer;
+mod usage;
 
 pub use admission::{Admission, AdmissionOptions, Allocation};
 pub use cut::{Dropped, Spare};
@@ -55,9 +56,9 @@ pub use ids::{BlockId, SeqHandle, TransferHandle};
 pub use keys::{KeyValue, Keys, Media};
 pub use lifetime::Freed;
 pub use manager::{Config, Counts, FullHit, Manager, Publish, Refusal};
-pub use namespaces::Usage;
 pub use prompt::{Preparer, Prompt};
 pub use sequence::Cursors;
 pub use stats::{Fragmentation, Sample, Stats};
 pub use step::{Policy, RowState, Scheduled, StepArrays, StepRequest};
 pub use transfer::{Outcome, Pending};
+pub use usage::{SequenceUsage, Usage};

@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle};
-use crate::manager::{Counts, Manager};
+use crate::manager::{settle, Counts, Manager};
 use crate::prefix;
 use crate::prompt::{Prompt, Tokens};
-use crate::sequence::Sequence;
+use crate::sequence::{Sequence, Share};
 
 /// Children that one `fork` call may make: a bound on what a wrong count can ask for.
 const MAX_CHILDREN: usize = 1 << 20;
@@ -48,7 +48,7 @@ impl Manager {
             for _ in 0..count {
                 let child = self.snapshot(handle);
                 let child = self.seqs.insert(child);
-                self.ledger.settle(&mut self.seqs[child], self.size);
+                settle(&mut self.seqs[child], &mut self.counters, &mut self.pool);
                 children.push(child);
             }
             self.share_computed(handle, count);
@@ -83,7 +83,7 @@ impl Manager {
         }
         for ((row, _), next) in moves().zip(successors) {
             let mut old = self.seqs[handles[row]].replace(next);
-            self.ledger.settle(&mut self.seqs[handles[row]], self.size);
+            settle(&mut self.seqs[handles[row]], &mut self.counters, &mut self.pool);
             old.release_all(&mut self.pool);
             self.recycle(old);
         }
@@ -101,9 +101,11 @@ impl Manager {
                 let history = self.hashed_history(&self.seqs[handle]);
                 let seq = &mut self.seqs[handle];
                 seq.release_all(&mut self.pool);
-                seq.replace(Sequence { is_preempted: true, ..Sequence::new(history, seq.namespace) });
-                self.ledger.settle(seq, self.size);
-                self.counters.preemptions += 1;
+                let share = seq.share;
+                seq.replace(Sequence { is_preempted: true, share, ..Sequence::new(history, seq.namespace) });
+                settle(seq, &mut self.counters, &mut self.pool);
+                self.counters.total.preemptions += 1;
+                self.pool.namespaces.usage(seq.namespace).preemptions += 1;
             }
             prompts.push(self.preparer.wrap(Arc::clone(&self.seqs[handle].prompt), Some(handle)));
         }
@@ -120,7 +122,6 @@ impl Manager {
         for &handle in handles {
             if let Some(mut seq) = self.seqs.remove(handle) {
                 num_blocks += seq.release_all(&mut self.pool);
-                self.ledger.remove(&seq);
                 self.recycle(seq);
             }
         }
@@ -130,19 +131,13 @@ impl Manager {
     /// Blocks that `free` of these sequences alone would give back now, without those that others own or transfers hold.
     /// O(blocks).
     pub fn reclaimable(&mut self, handles: &[SeqHandle]) -> Result<usize> {
-        self.check_batch(handles, false)?;
-        let mut shares: std::collections::HashMap<BlockId, u32> = std::collections::HashMap::new();
-        for &handle in handles {
-            let seq = &self.seqs[handle];
-            let merged = seq.retired.iter().map(|&(block, _)| block);
-            for block in seq.blocks.iter().copied().chain(merged).filter(|&block| block != BlockId::HOLE) {
-                *shares.entry(block).or_default() += 1;
-            }
-        }
-        Ok(shares.into_iter().filter(|&(block, owned)| self.pool.refs(block) == owned).count())
+        self.sequence_usage(handles).map(|usage| usage.reclaimable_blocks)
     }
 
+    /// Stop counting a sequence that has released its blocks, and keep its table.
     fn recycle(&mut self, seq: Sequence) {
+        self.counters.total.replace(seq.share, Share::default());
+        self.pool.namespaces.usage(seq.namespace).replace(seq.share, Share::default());
         self.pool.namespaces.leave(seq.namespace);
         if self.spare_tables.len() < MAX_SPARE_TABLES {
             self.spare_tables.push(seq.blocks);

@@ -13,7 +13,7 @@ use crate::ids::{BlockId, SeqHandle, TransferKey};
 use crate::keys::{namespace_matches, Keys};
 use crate::pool::Pool;
 use crate::prompt::Preparer;
-use crate::sequence::{Cursors, Sequence, Share};
+use crate::sequence::{Cursors, Sequence};
 use crate::sequences::Sequences;
 use crate::stats::{Counters, Series};
 use crate::step::RowPlan;
@@ -106,33 +106,6 @@ pub enum Refusal {
 /// An answer that may be a refusal.
 pub(crate) type Answer<T> = Result<std::result::Result<T, Refusal>>;
 
-/// Sums over all sequences of what each has a share in.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Ledger(pub Share);
-
-impl Ledger {
-    /// Count a sequence as it is now, in place of how it was counted last, and note the length of its table. O(1).
-    #[inline]
-    pub fn settle(&mut self, seq: &mut Sequence, size: BlockSize) {
-        seq.num_cols = seq.blocks.len() as u32;
-        self.replace(seq.share, seq.share_now(size));
-        seq.share = seq.share_now(size);
-    }
-
-    /// Stop counting a sequence. O(1).
-    pub fn remove(&mut self, seq: &Sequence) {
-        self.replace(seq.share, Share::default());
-    }
-
-    #[inline]
-    fn replace(&mut self, old: Share, new: Share) {
-        let total = &mut self.0;
-        total.blocks = total.blocks + new.blocks - old.blocks;
-        total.promised = total.promised + new.promised - old.promised;
-        total.ahead = total.ahead + new.ahead - old.ahead;
-    }
-}
-
 /// Allocator of the blocks of one paged KV cache.
 pub struct Manager {
     pub(crate) size: BlockSize,
@@ -144,7 +117,6 @@ pub struct Manager {
     pub(crate) full_hit: FullHit,
     pub(crate) publish: Publish,
     pub(crate) merge: bool,
-    pub(crate) ledger: Ledger,
     pub(crate) counters: Counters,
     pub(crate) series: Series,
     pub(crate) preparer: Preparer,
@@ -205,7 +177,6 @@ impl Manager {
             full_hit: config.full_hit,
             publish: config.publish,
             merge: config.merge,
-            ledger: Ledger::default(),
             counters: Counters::default(),
             series: Series::new(config.series_every, config.series_len),
             preparer,
@@ -267,7 +238,7 @@ impl Manager {
         for (row, &handle) in handles.iter().enumerate() {
             let seq = &mut self.seqs[handle];
             seq.max_tokens = Some(max_tokens.at(row));
-            self.ledger.settle(seq, self.size);
+            settle(seq, &mut self.counters, &mut self.pool);
         }
         Ok(())
     }
@@ -330,12 +301,16 @@ impl Manager {
             self.batch = 1;
         }
     }
+}
 
-    pub(crate) fn note_peaks(&mut self) {
-        let (live, logical) = (self.pool.num_live(), self.ledger.0.blocks);
-        self.counters.peak_live_blocks = self.counters.peak_live_blocks.max(live);
-        self.counters.peak_logical_blocks = self.counters.peak_logical_blocks.max(logical);
-    }
+/// Count a sequence as it is now, in place of how it was counted last, and note the length of its table. O(1).
+#[inline]
+pub(crate) fn settle(seq: &mut Sequence, counters: &mut Counters, pool: &mut Pool) {
+    seq.num_cols = seq.blocks.len() as u32;
+    let (old, new) = (seq.share, seq.share_now(pool.block_size));
+    counters.total.replace(old, new);
+    pool.namespaces.touch(seq.namespace).replace(old, new);
+    seq.share = new;
 }
 
 /// Mark a sequence as seen in a batch; an error if it was, or if it is preempted where that matters.

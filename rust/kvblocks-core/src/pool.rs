@@ -37,6 +37,7 @@ pub(crate) struct Pool {
     pub index: Option<PrefixIndex>,
     pub hasher: BlockHasher,
     pub evictions: u64,
+    /// Blocks that the last look-up met with an equal digest and other content.
     pub collisions: u64,
 }
 
@@ -178,7 +179,7 @@ impl Pool {
             self.namespaces.usage(namespace).cached_blocks -= 1;
             self.become_live(block);
         } else if self.is_held(block, refs) {
-            self.num_held -= 1;
+            self.leave_held(block);
             self.become_live(block);
         }
     }
@@ -231,6 +232,8 @@ impl Pool {
         usage.used_slots -= u64::from(fill);
         if refs > 0 {
             self.num_held += 1;
+            self.namespaces.usage(namespace).held_blocks += 1;
+            self.namespaces.add_refs(namespace, 1);
             return false;
         }
         self.put_back(block);
@@ -255,9 +258,16 @@ impl Pool {
         if self.blocks.refs(block) > 0 {
             return false;
         }
-        self.num_held -= 1;
         self.put_back(block);
+        self.leave_held(block);
         true
+    }
+
+    fn leave_held(&mut self, block: BlockId) {
+        let namespace = self.blocks[block].namespace;
+        self.num_held -= 1;
+        self.namespaces.usage(namespace).held_blocks -= 1;
+        self.namespaces.drop_ref(namespace);
     }
 
     /// Whether `refs` references are all transfers'.
@@ -423,7 +433,9 @@ impl Pool {
                 index.withdraw(block, &mut self.blocks);
                 self.evictions += 1;
                 self.num_cached -= 1;
-                self.namespaces.usage(namespace).cached_blocks -= 1;
+                let usage = self.namespaces.usage(namespace);
+                usage.cached_blocks -= 1;
+                usage.evicted_blocks += 1;
                 self.namespaces.drop_ref(namespace);
             }
             _ => self.list.note_taken(block),

@@ -95,7 +95,7 @@ impl Pipeline {
     }
 }
 
-/// What the ledger has counted for a sequence.
+/// What pool and namespace have counted for a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Share {
     /// Blocks in its table.
@@ -207,13 +207,13 @@ impl Sequence {
         }
     }
 
-    /// Let `next` take this sequence's place, under its handle; returns the one that leaves, with its blocks.
+    /// Let `next` take this sequence's place, under its handle; returns the one that leaves, with its blocks and all that
+    /// is counted for it.
     pub fn replace(&mut self, mut next: Self) -> Self {
         next.generation = self.generation;
         next.seen = self.seen;
         // Rows that show the old table are out of date.
         next.epoch = self.epoch.wrapping_add(1);
-        next.share = self.share;
         next.max_tokens = next.max_tokens.or(self.max_tokens);
         std::mem::replace(self, next)
     }
@@ -223,6 +223,12 @@ impl Sequence {
         self.epoch = self.epoch.wrapping_add(1);
         self.changed_col = column;
         self.room = 0;
+    }
+
+    /// The blocks that it has a reference to: those in its table, and merged ones.
+    pub fn owned_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let retired = self.retired.iter().map(|&(block, _)| block);
+        self.blocks.iter().copied().chain(retired).filter(|&block| block != BlockId::HOLE)
     }
 
     /// Find the slot of the next token, its block being writable.
@@ -236,7 +242,7 @@ impl Sequence {
         }
     }
 
-    /// Blocks that the table names, holes not counted, and what else the ledger counts.
+    /// Blocks that the table names, holes not counted, and what else is counted for it.
     pub fn share_now(&self, size: BlockSize) -> Share {
         let limit = self.max_tokens.map_or(0, |tokens| size.blocks(tokens));
         let promised = if self.is_preempted { 0 } else { limit.saturating_sub(self.blocks.len()) };

@@ -1,116 +1,43 @@
-//! Counters of the manager, the snapshot that users see, and the series of samples. Imports `manager`.
+//! Counters of the manager, the snapshot that users see, and the series of samples. Imports `manager`, `usage`.
 //!
 //! Invariant: a snapshot is O(1): every counter is kept up to date by the change that moves it.
 
-use std::sync::Arc;
-
-use crate::block_size::BlockSize;
 use crate::keys::Keys;
 use crate::manager::Manager;
-use crate::namespaces::Usage;
+use crate::pool::Pool;
+use crate::usage::Usage;
 
 /// Running totals since the manager was made; peaks since they were reset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counters {
     pub steps: u64,
-    pub peak_live_blocks: usize,
-    pub peak_logical_blocks: usize,
-    pub queried_requests: u64,
-    pub hit_requests: u64,
-    pub queried_blocks: u64,
-    pub hit_blocks: u64,
-    pub queried_tokens: u64,
-    pub hit_tokens: u64,
-    pub readmit_requests: u64,
-    pub readmit_hit_requests: u64,
-    pub readmit_queried_tokens: u64,
-    pub readmit_hit_tokens: u64,
-    pub copied_blocks: u64,
-    pub preemptions: u64,
+    /// The pool's. What it uses now is the pool's and the ledger's to say.
+    pub total: Usage,
     pub completed_transfers: u64,
     pub failed_transfers: u64,
     pub cancelled_transfers: u64,
 }
 
-impl Counters {
-    /// Count a served look-up. Re-admissions hit their own blocks, so they are kept apart from the hit rate.
-    pub fn count_query(
-        &mut self,
-        num_tokens: usize,
-        num_cached: usize,
-        size: BlockSize,
-        is_readmission: bool,
-    ) {
-        let (tokens, hits) = (num_tokens as u64, num_cached as u64);
-        if is_readmission {
-            self.readmit_requests += 1;
-            self.readmit_hit_requests += u64::from(num_cached > 0);
-            self.readmit_queried_tokens += tokens;
-            self.readmit_hit_tokens += hits;
-        } else {
-            self.queried_requests += 1;
-            self.hit_requests += u64::from(num_cached > 0);
-            self.queried_blocks += size.column(num_tokens) as u64;
-            self.hit_blocks += size.blocks(num_cached) as u64;
-            self.queried_tokens += tokens;
-            self.hit_tokens += hits;
-        }
-    }
-}
-
-/// State of the pool at one moment. `_blocks`, `_slots`, `_tokens` and `_requests` are counted in those units.
+/// State of the pool at one moment: its usage, and what only the pool as a whole has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the names are the documentation; the Python stub explains each
 pub struct Stats {
+    pub usage: Usage,
     pub capacity_blocks: usize,
     pub free_blocks: usize,
-    pub live_blocks: usize,
-    pub cached_blocks: usize,
-    pub held_blocks: usize,
-    pub logical_blocks: usize,
-    pub promised_blocks: usize,
-    pub num_seqs: usize,
     pub num_transfers: usize,
     pub num_steps: u64,
-    pub used_slots: u64,
-    pub allocated_slots: u64,
-    pub reserved_slots: usize,
-    pub peak_live_blocks: usize,
-    pub peak_logical_blocks: usize,
-    pub queried_requests: u64,
-    pub hit_requests: u64,
-    pub queried_blocks: u64,
-    pub hit_blocks: u64,
-    pub queried_tokens: u64,
-    pub hit_tokens: u64,
-    pub readmit_requests: u64,
-    pub readmit_hit_requests: u64,
-    pub readmit_queried_tokens: u64,
-    pub readmit_hit_tokens: u64,
-    pub hash_collisions: u64,
-    pub evicted_blocks: u64,
-    pub copied_blocks: u64,
-    pub preemptions: u64,
     pub completed_transfers: u64,
     pub failed_transfers: u64,
     pub cancelled_transfers: u64,
 }
 
-impl Stats {
-    /// Share of the allocated slots that hold no computed token; 0 for an idle pool.
-    pub fn internal_fragmentation(&self) -> f64 {
-        match self.allocated_slots {
-            0 => 0.0,
-            allocated => 1.0 - self.used_slots as f64 / allocated as f64,
-        }
-    }
+/// The pool's usage reads as a part of its stats.
+impl std::ops::Deref for Stats {
+    type Target = Usage;
 
-    /// Logical blocks per physical block; 1 for an idle pool.
-    pub fn sharing(&self) -> f64 {
-        match self.live_blocks {
-            0 => 1.0,
-            live => self.logical_blocks as f64 / live as f64,
-        }
+    fn deref(&self) -> &Usage {
+        &self.usage
     }
 }
 
@@ -157,48 +84,34 @@ impl Series {
 impl Manager {
     /// Counters of the pool. O(1).
     pub fn stats(&self) -> Stats {
-        let live_blocks = self.pool.num_live();
-        let (counters, share) = (self.counters, self.ledger.0);
         Stats {
+            usage: self.pool_usage().snapshot(self.size),
             capacity_blocks: self.capacity(),
             free_blocks: self.pool.num_free(),
-            live_blocks,
-            cached_blocks: self.pool.num_cached(),
-            held_blocks: self.pool.num_held(),
-            logical_blocks: share.blocks,
-            promised_blocks: share.promised,
-            num_seqs: self.seqs.len(),
             num_transfers: self.transfers.len(),
-            num_steps: counters.steps,
-            used_slots: self.pool.used_slots(),
-            allocated_slots: (live_blocks * self.size.get()) as u64,
-            reserved_slots: share.ahead,
-            peak_live_blocks: counters.peak_live_blocks,
-            peak_logical_blocks: counters.peak_logical_blocks,
-            queried_requests: counters.queried_requests,
-            hit_requests: counters.hit_requests,
-            queried_blocks: counters.queried_blocks,
-            hit_blocks: counters.hit_blocks,
-            queried_tokens: counters.queried_tokens,
-            hit_tokens: counters.hit_tokens,
-            readmit_requests: counters.readmit_requests,
-            readmit_hit_requests: counters.readmit_hit_requests,
-            readmit_queried_tokens: counters.readmit_queried_tokens,
-            readmit_hit_tokens: counters.readmit_hit_tokens,
-            hash_collisions: self.pool.collisions,
-            evicted_blocks: self.pool.evictions,
-            copied_blocks: counters.copied_blocks,
-            preemptions: counters.preemptions,
-            completed_transfers: counters.completed_transfers,
-            failed_transfers: counters.failed_transfers,
-            cancelled_transfers: counters.cancelled_transfers,
+            num_steps: self.counters.steps,
+            completed_transfers: self.counters.completed_transfers,
+            failed_transfers: self.counters.failed_transfers,
+            cancelled_transfers: self.counters.cancelled_transfers,
         }
     }
 
-    /// What one namespace uses; zeros for one that nothing belongs to. O(length of the keys).
+    fn pool_usage(&self) -> Usage {
+        Usage {
+            live_blocks: self.pool.num_live(),
+            cached_blocks: self.pool.num_cached(),
+            held_blocks: self.pool.num_held(),
+            num_seqs: self.seqs.len(),
+            used_slots: self.pool.used_slots(),
+            evicted_blocks: self.pool.evictions,
+            ..self.counters.total
+        }
+    }
+
+    /// What one namespace uses, and what has been counted for it; zeros for one that is not known. O(length of the keys).
     pub fn namespace_usage(&mut self, keys: &Keys) -> Usage {
-        let framed: Arc<[u8]> = keys.namespace();
-        self.pool.namespaces.find(&framed).map(|index| *self.pool.namespaces.usage(index)).unwrap_or_default()
+        let index = self.pool.namespaces.find(&keys.namespace());
+        index.map(|index| *self.pool.namespaces.usage(index)).unwrap_or_default().snapshot(self.size)
     }
 
     /// Where the free blocks lie. Paged allocation does not care; whoever wants to shrink the pool does.
@@ -224,11 +137,22 @@ impl Manager {
         older.iter().chain(newer)
     }
 
-    /// Start the peaks afresh from the current use. O(1).
+    /// Start the peaks afresh from the current use. O(namespaces).
     pub fn reset_peaks(&mut self) {
-        self.counters.peak_live_blocks = 0;
-        self.counters.peak_logical_blocks = 0;
-        self.note_peaks();
+        let mut now = self.pool_usage();
+        now.reset_peaks();
+        self.counters.total.peak_live_blocks = now.peak_live_blocks;
+        self.counters.total.peak_logical_blocks = now.peak_logical_blocks;
+        self.pool.namespaces.reset_peaks();
+    }
+
+    /// Note the peaks of the pool, and of the namespaces whose sequences have been settled. O(1) each.
+    #[inline]
+    pub(crate) fn note_peaks(&mut self) {
+        let total = &mut self.counters.total;
+        total.peak_live_blocks = total.peak_live_blocks.max(self.pool.num_live());
+        total.peak_logical_blocks = total.peak_logical_blocks.max(total.logical_blocks);
+        self.pool.namespaces.note_peaks();
     }
 
     /// Count a step, and sample it if it is due.
@@ -243,8 +167,17 @@ impl Manager {
                 self.pool.num_free() as u64,
                 self.pool.num_held() as u64,
                 self.pool.used_slots(),
-                self.ledger.0.blocks as u64,
+                self.counters.total.logical_blocks as u64,
             ]);
         }
+    }
+}
+
+/// Count a request that took blocks since there were `before` evictions, if that evicted any.
+#[inline]
+pub(crate) fn note_evictions(counters: &mut Counters, pool: &mut Pool, namespace: u32, before: u64) {
+    if pool.evictions > before {
+        counters.total.evicting_requests += 1;
+        pool.namespaces.usage(namespace).evicting_requests += 1;
     }
 }

@@ -11,9 +11,10 @@
 use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle};
-use crate::manager::{check_member, Counts, Manager, Publish, Refusal};
+use crate::manager::{check_member, settle, Counts, Manager, Publish, Refusal};
 use crate::pool::Pool;
 use crate::sequence::{InFlight, Sequence, MAX_IN_FLIGHT};
+use crate::stats::note_evictions;
 
 /// What to do with a batch that does not fit as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,16 +133,19 @@ impl Manager {
             let plan = planned.next_if(|plan| plan.row == row);
             let is_planned = plan.is_some();
             if let Some(plan) = plan {
+                let evictions = self.pool.evictions;
                 if let Some((src, dst)) = make_tail_writable(seq, &mut self.pool, plan.tail) {
                     out.copies[2 * step.num_copies] = src.0 as i32;
                     out.copies[2 * step.num_copies + 1] = dst.0 as i32;
                     step.num_copies += 1;
+                    self.pool.namespaces.usage(seq.namespace).copied_blocks += 1;
                     if plan.tail == Tail::CopyPublished {
                         // Cached now, behind all that was available: this step takes no more than that.
                         self.pool.release(src);
                     }
                 }
                 self.pool.take_many(plan.num_new_blocks, seq.namespace, &mut seq.blocks);
+                note_evictions(&mut self.counters, &mut self.pool, seq.namespace, evictions);
                 seq.num_cols = seq.blocks.len() as u32;
                 match num_new {
                     // The tail is made writable when something is written.
@@ -158,9 +162,9 @@ impl Manager {
                 seq.room = 0;
             }
             seq.num_reserved = seq.num_reserved.max(start + num_new + request.lookahead.at(row));
-            // Both sides of the cursor moved alike and no block came: nothing that the ledger counts has changed.
+            // Both sides of the cursor moved alike and no block came: nothing that is counted has changed.
             if seq.num_reserved - seq.num_scheduled != reserved_before - start || is_planned {
-                self.ledger.settle(seq, self.size);
+                settle(seq, &mut self.counters, &mut self.pool);
             }
             step.max_blocks = step.max_blocks.max(seq.num_cols as usize);
             step.num_changes += usize::from(out.write_table(row, handle, seq, padding, step.num_changes));
@@ -171,7 +175,7 @@ impl Manager {
                 seq.publish_known(seq.num_scheduled.min(seq.prompt_len), &mut self.pool);
             }
         }
-        self.counters.copied_blocks += step.num_copies as u64;
+        self.counters.total.copied_blocks += step.num_copies as u64;
         out.pad(&mut step, request, padding);
         self.note_peaks();
         self.note_step();

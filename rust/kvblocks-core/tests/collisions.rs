@@ -69,10 +69,11 @@ fn p040_a_collision_is_a_miss_and_is_counted() {
     let other = prompt(&manager, &[5, 6, 7, 8, 9], Keys::default());
     assert_eq!(other.hashes()[0], prompt(&manager, &[1, 2, 3, 4], Keys::default()).hashes()[0]);
     assert_eq!(manager.match_prefix(&other, false).unwrap(), 0);
-    assert_eq!(manager.stats().hash_collisions, 0); // a question leaves no trace
+    assert_eq!(manager.stats().collided_blocks, 0); // a question leaves no trace
     let (_, cached) = serve(&mut manager, &other);
     assert_eq!(cached, 0);
-    assert_eq!(manager.stats().hash_collisions, 1);
+    let stats = manager.stats();
+    assert_eq!((stats.collided_requests, stats.collided_blocks, stats.collided_tokens), (1, 1, 4));
     assert_eq!(manager.check_integrity(), Vec::<String>::new());
 }
 

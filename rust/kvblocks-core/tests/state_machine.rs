@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use kvblocks_core::{
     AdmissionOptions, Algorithm, BlockHasher, BlockId, Config, Counts, Freed, FullHit, KeyValue, Keys,
     Manager, Outcome, Policy, Prompt, Publish, Reuse, RowState, SeqHandle, Spare, StepArrays, StepRequest,
-    TransferHandle,
+    TransferHandle, Usage,
 };
 use naive::{Ask, Naive, Name};
 use proptest::prelude::*;
@@ -521,34 +521,31 @@ impl Test {
         assert_eq!(error, kvblocks_core::Error::StaleHandle(handle));
     }
 
-    fn check(&self) {
+    fn check(&mut self) {
         assert_eq!(self.manager.check_integrity(), Vec::<String>::new());
         let (naive, stats) = (&self.reference.naive, self.manager.stats());
-        let live = naive.live();
-        assert_eq!(
-            (stats.free_blocks, stats.live_blocks, stats.cached_blocks),
-            (naive.num_free(), live, naive.cached())
-        );
-        assert_eq!(stats.held_blocks, naive.held());
+        assert_eq!((stats.capacity_blocks, stats.free_blocks), (naive.capacity, naive.num_free()));
+        assert_eq!(self.manager.fragmentation().free_blocks, naive.num_free());
+        let expected = naive.gauges();
+        assert_eq!((gauges(&stats), tally(&stats)), (naive::sum(&expected), naive.tally));
         let total = stats.free_blocks + stats.live_blocks + stats.cached_blocks + stats.held_blocks;
         assert_eq!(total, naive.capacity);
-        assert_eq!((stats.promised_blocks, stats.reserved_slots), (naive.promised(), naive.reserved_slots()));
-        assert_eq!(self.manager.fragmentation().free_blocks, naive.num_free());
-        assert_eq!((stats.logical_blocks, stats.num_seqs), (naive.logical(), naive.seqs.len()));
-        assert_eq!(stats.used_slots as usize, naive.used_slots());
-        let tally = naive::Tally {
-            evicted: stats.evicted_blocks,
-            copied: stats.copied_blocks,
-            preemptions: stats.preemptions,
-            queried: stats.queried_tokens,
-            hit: stats.hit_tokens,
-            readmit_queried: stats.readmit_queried_tokens,
-            readmit_hit: stats.readmit_hit_tokens,
-            requests: stats.queried_requests,
-            hit_requests: stats.hit_requests,
-            peak_live: stats.peak_live_blocks,
-        };
-        assert_eq!(tally, naive.tally);
+        let size = naive.block_size as u64;
+        assert_eq!(stats.allocated_slots, stats.live_blocks as u64 * size);
+        assert_eq!(stats.evicted_tokens, stats.evicted_blocks * size);
+        for (namespace, expected) in (0..).zip(expected.into_iter().zip(naive.tallies)) {
+            let usage = self.manager.namespace_usage(&keys(namespace));
+            assert_eq!((gauges(&usage), tally(&usage)), expected, "namespace {namespace}");
+        }
+        let names: Vec<_> = naive.seqs.keys().copied().collect();
+        for group in [&names[..names.len().min(1)], &names[names.len() / 2..], &names] {
+            let handles: Vec<_> = group.iter().map(|name| self.handles[name]).collect();
+            let usage = self.manager.sequence_usage(&handles).unwrap();
+            let blocks = [usage.live_blocks, usage.shared_blocks, usage.reclaimable_blocks];
+            let rest = [usage.logical_blocks, usage.used_slots as usize, usage.reserved_slots];
+            let found: Vec<_> = blocks.into_iter().chain(rest).collect();
+            assert_eq!(found, naive.group_usage(group));
+        }
         for (name, seq) in &naive.seqs {
             let handle = self.handles[name];
             let cursors = self.manager.cursors(handle).unwrap();
@@ -569,6 +566,36 @@ impl Test {
                 );
             }
         }
+    }
+}
+
+/// A snapshot's current use, as the model has it.
+fn gauges(usage: &Usage) -> naive::Gauges {
+    [
+        usage.live_blocks,
+        usage.cached_blocks,
+        usage.held_blocks,
+        usage.logical_blocks,
+        usage.promised_blocks,
+        usage.num_seqs,
+        usage.used_slots as usize,
+        usage.reserved_slots,
+    ]
+}
+
+/// A snapshot's totals and peaks, as the model has them.
+fn tally(usage: &Usage) -> naive::Tally {
+    naive::Tally {
+        queried: [usage.queried_requests, usage.queried_blocks, usage.queried_tokens],
+        hit: [usage.hit_requests, usage.hit_blocks, usage.hit_tokens],
+        readmit_queried: [usage.readmit_requests, usage.readmit_queried_blocks, usage.readmit_queried_tokens],
+        readmit_hit: [usage.readmit_hit_requests, usage.readmit_hit_blocks, usage.readmit_hit_tokens],
+        evicting: usage.evicting_requests,
+        evicted: usage.evicted_blocks,
+        copied: usage.copied_blocks,
+        preemptions: usage.preemptions,
+        peak_live: usage.peak_live_blocks,
+        peak_logical: usage.peak_logical_blocks,
     }
 }
 

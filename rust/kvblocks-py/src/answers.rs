@@ -4,7 +4,7 @@
 
 use kvblocks_core::{
     Admission, Algorithm, Allocation, Cursors, Digest, Dropped, Fragmentation, Freed, Prompt, Refusal,
-    Scheduled, Stats, Usage,
+    Scheduled, SequenceUsage, Stats, Usage,
 };
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
@@ -182,47 +182,97 @@ answer!(
     PyUsage(Usage) as "Usage" is true,
     live_blocks: usize,
     cached_blocks: usize,
-    used_slots: u64,
-    num_seqs: usize,
-    queried_tokens: u64,
-    hit_tokens: u64,
-);
-
-answer!(
-    /// The pool's counters.
-    PyStats(Stats) as "Stats" is true,
-    capacity_blocks: usize,
-    free_blocks: usize,
-    live_blocks: usize,
-    cached_blocks: usize,
     held_blocks: usize,
     logical_blocks: usize,
     promised_blocks: usize,
     num_seqs: usize,
-    num_transfers: usize,
-    num_steps: u64,
     used_slots: u64,
     allocated_slots: u64,
     reserved_slots: usize,
     peak_live_blocks: usize,
     peak_logical_blocks: usize,
     queried_requests: u64,
-    hit_requests: u64,
     queried_blocks: u64,
-    hit_blocks: u64,
     queried_tokens: u64,
+    hit_requests: u64,
+    hit_blocks: u64,
     hit_tokens: u64,
     readmit_requests: u64,
-    readmit_hit_requests: u64,
+    readmit_queried_blocks: u64,
     readmit_queried_tokens: u64,
+    readmit_hit_requests: u64,
+    readmit_hit_blocks: u64,
     readmit_hit_tokens: u64,
-    hash_collisions: u64,
+    collided_requests: u64,
+    collided_blocks: u64,
+    collided_tokens: u64,
+    evicting_requests: u64,
     evicted_blocks: u64,
+    evicted_tokens: u64,
     copied_blocks: u64,
     preemptions: u64,
+    @ reclaimable_blocks: usize,
+    @ internal_fragmentation: f64,
+    @ sharing: f64,
+);
+
+answer!(
+    /// What a group of sequences uses.
+    PySequenceUsage(SequenceUsage) as "SequenceUsage" is true,
+    live_blocks: usize,
+    shared_blocks: usize,
+    reclaimable_blocks: usize,
+    logical_blocks: usize,
+    used_slots: u64,
+    allocated_slots: u64,
+    reserved_slots: usize,
+    @ private_blocks: usize,
+    @ internal_fragmentation: f64,
+    @ sharing: f64,
+);
+
+answer!(
+    /// The pool's counters: its usage, and what only the pool as a whole has.
+    PyStats(Stats) as "Stats" is true,
+    capacity_blocks: usize,
+    free_blocks: usize,
+    num_transfers: usize,
+    num_steps: u64,
     completed_transfers: u64,
     failed_transfers: u64,
     cancelled_transfers: u64,
+    live_blocks: usize,
+    cached_blocks: usize,
+    held_blocks: usize,
+    logical_blocks: usize,
+    promised_blocks: usize,
+    num_seqs: usize,
+    used_slots: u64,
+    allocated_slots: u64,
+    reserved_slots: usize,
+    peak_live_blocks: usize,
+    peak_logical_blocks: usize,
+    queried_requests: u64,
+    queried_blocks: u64,
+    queried_tokens: u64,
+    hit_requests: u64,
+    hit_blocks: u64,
+    hit_tokens: u64,
+    readmit_requests: u64,
+    readmit_queried_blocks: u64,
+    readmit_queried_tokens: u64,
+    readmit_hit_requests: u64,
+    readmit_hit_blocks: u64,
+    readmit_hit_tokens: u64,
+    collided_requests: u64,
+    collided_blocks: u64,
+    collided_tokens: u64,
+    evicting_requests: u64,
+    evicted_blocks: u64,
+    evicted_tokens: u64,
+    copied_blocks: u64,
+    preemptions: u64,
+    @ reclaimable_blocks: usize,
     @ internal_fragmentation: f64,
     @ sharing: f64,
 );
@@ -359,6 +409,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyFreed>()?;
     module.add_class::<PyDropped>()?;
     module.add_class::<PyUsage>()?;
+    module.add_class::<PySequenceUsage>()?;
     module.add_class::<PyFragmentation>()?;
     module.add_class::<PyStats>()
 }

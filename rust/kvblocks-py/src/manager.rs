@@ -13,7 +13,9 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
-use crate::answers::{self, PyDropped, PyFragmentation, PyFreed, PyPrompt, PySequence, PyStats, PyUsage};
+use crate::answers::{
+    self, PyDropped, PyFragmentation, PyFreed, PyPrompt, PySequence, PySequenceUsage, PyStats, PyUsage,
+};
 use crate::arrays::{self, optional_size, word, CountArgument, Handles, Int, Numbers, TokenIds};
 use crate::errors::{to_python, ForkedProcessError};
 use crate::process;
@@ -349,6 +351,11 @@ impl PyBlockManager {
     fn reclaimable(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<usize> {
         let handles = Handles::new(handles)?;
         self.lock(py)?.reclaimable(handles.get()).map_err(to_python)
+    }
+
+    fn sequence_usage(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<PySequenceUsage> {
+        let handles = Handles::new(handles)?;
+        self.lock(py)?.sequence_usage(handles.get()).map(PySequenceUsage).map_err(to_python)
     }
 
     #[pyo3(signature = (handle, start=None, end=None))]

@@ -17,6 +17,7 @@ pub struct Block {
     /// Those of `refs` that transfers have.
     pub holds: usize,
     pub fill: usize,
+    pub namespace: u32,
     pub content: Option<Content>,
 }
 
@@ -77,18 +78,36 @@ impl Seq {
     }
 }
 
+/// Number of namespaces, the default one included.
+pub const NAMESPACES: u32 = 3;
+
+/// Requests, full blocks and tokens.
+pub type Counts = [u64; 3];
+
+/// What is counted for the pool and for each namespace; collisions are another test's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
+    pub queried: Counts,
+    pub hit: Counts,
+    pub readmit_queried: Counts,
+    pub readmit_hit: Counts,
+    pub evicting: u64,
     pub evicted: u64,
     pub copied: u64,
     pub preemptions: u64,
-    pub queried: u64,
-    pub hit: u64,
-    pub readmit_queried: u64,
-    pub readmit_hit: u64,
-    pub requests: u64,
-    pub hit_requests: u64,
     pub peak_live: usize,
+    pub peak_logical: usize,
+}
+
+/// What is in use, in the order of the counters: live, cached, held, logical, promised blocks, sequences, used and
+/// reserved slots.
+pub type Gauges = [usize; 8];
+
+/// What all namespaces use together.
+pub fn sum(gauges: &[Gauges]) -> Gauges {
+    let mut total = Gauges::default();
+    gauges.iter().for_each(|own| total.iter_mut().zip(own).for_each(|(total, own)| *total += own));
+    total
 }
 
 #[derive(Clone, Debug)]
@@ -115,6 +134,10 @@ pub struct Naive {
     pub next_name: Name,
     pub publications: u64,
     pub tally: Tally,
+    /// By namespace.
+    pub tallies: [Tally; NAMESPACES as usize],
+    /// Blocks that each row of the step being planned has taken.
+    pub taken: BTreeMap<Name, usize>,
     /// Blocks taken that were not there: how far a clone went beyond the pool.
     pub debt: usize,
     /// (sequence, column, tokens kept) of published blocks that the step being planned writes into.
@@ -146,6 +169,8 @@ impl Naive {
             next_name: 0,
             publications: 0,
             tally: Tally::default(),
+            tallies: [Tally::default(); NAMESPACES as usize],
+            taken: BTreeMap::new(),
             debt: 0,
             overwritten: Vec::new(),
         }
@@ -153,6 +178,12 @@ impl Naive {
 
     fn blocks_for(&self, tokens: usize) -> usize {
         (0..).find(|blocks| blocks * self.block_size >= tokens).unwrap()
+    }
+
+    /// Count something for the pool and for a namespace.
+    fn count(&mut self, namespace: u32, what: impl Fn(&mut Tally)) {
+        what(&mut self.tally);
+        what(&mut self.tallies[namespace as usize]);
     }
 
     fn owned(&self) -> impl Iterator<Item = &Block> {
@@ -175,36 +206,81 @@ impl Naive {
         self.free + self.queue.len() - self.cached()
     }
 
-    pub fn used_slots(&self) -> usize {
-        self.owned().map(|block| block.fill).sum()
-    }
-
-    pub fn logical(&self) -> usize {
-        self.seqs.values().map(|seq| seq.table.iter().filter(|&&block| block != HOLE).count()).sum()
+    fn promised_to(&self, seq: &Seq) -> usize {
+        match seq.max_tokens {
+            Some(most) if !seq.preempted => self.blocks_for(most).saturating_sub(seq.table.len()),
+            _ => 0,
+        }
     }
 
     pub fn promised(&self) -> usize {
-        let of = |seq: &Seq| match seq.max_tokens {
-            Some(most) if !seq.preempted => self.blocks_for(most).saturating_sub(seq.table.len()),
-            _ => 0,
-        };
-        self.seqs.values().map(of).sum()
+        self.seqs.values().map(|seq| self.promised_to(seq)).sum()
     }
 
-    pub fn reserved_slots(&self) -> usize {
-        self.seqs.values().map(|seq| seq.reserved - seq.scheduled).sum()
+    /// What each namespace uses.
+    pub fn gauges(&self) -> [Gauges; NAMESPACES as usize] {
+        let mut all = [Gauges::default(); NAMESPACES as usize];
+        for block in &self.blocks {
+            let own = &mut all[block.namespace as usize];
+            if block.refs > block.holds {
+                own[0] += 1;
+                own[6] += block.fill;
+            } else if block.refs > 0 {
+                own[2] += 1;
+            } else {
+                own[1] += usize::from(block.content.is_some());
+            }
+        }
+        for seq in self.seqs.values() {
+            let own = &mut all[seq.namespace as usize];
+            own[3] += seq.table.iter().filter(|&&block| block != HOLE).count();
+            own[4] += self.promised_to(seq);
+            own[5] += 1;
+            own[7] += seq.reserved - seq.scheduled;
+        }
+        all
     }
 
-    fn take(&mut self) -> usize {
+    /// What a group of sequences uses: live, shared, reclaimable, logical blocks, used and reserved slots.
+    pub fn group_usage(&self, names: &[Name]) -> [usize; 6] {
+        let mut usage = [0; 6];
+        let (mut inside, mut outside) = (Vec::new(), Vec::new());
+        for (name, seq) in &self.seqs {
+            let side = if names.contains(name) { &mut inside } else { &mut outside };
+            side.extend(seq.table.iter().copied().filter(|&block| block != HOLE));
+            if names.contains(name) {
+                usage[3] = inside.len();
+                usage[5] += seq.reserved - seq.scheduled;
+            }
+        }
+        for (name, seq) in &self.seqs {
+            let side = if names.contains(name) { &mut inside } else { &mut outside };
+            side.extend(seq.retired.iter().map(|&(block, _)| block));
+        }
+        inside.sort_unstable();
+        inside.dedup();
+        for block in inside {
+            let is_shared = outside.contains(&block);
+            usage[0] += 1;
+            usage[1] += usize::from(is_shared);
+            usage[2] += usize::from(!is_shared && self.blocks[block].holds == 0);
+            usage[4] += self.blocks[block].fill;
+        }
+        usage
+    }
+
+    fn take(&mut self, namespace: u32) -> usize {
         if self.free > 0 {
             self.free -= 1;
         } else if !self.queue.is_empty() {
             let victim = self.queue.remove(0);
-            self.tally.evicted += u64::from(self.blocks[victim].content.take().is_some());
+            if self.blocks[victim].content.take().is_some() {
+                self.count(self.blocks[victim].namespace, |tally| tally.evicted += 1);
+            }
         } else {
             self.debt += 1;
         }
-        self.blocks.push(Block { refs: 1, holds: 0, fill: 0, content: None });
+        self.blocks.push(Block { refs: 1, holds: 0, fill: 0, namespace, content: None });
         self.blocks.len() - 1
     }
 
@@ -239,7 +315,13 @@ impl Naive {
     }
 
     pub fn note_peak(&mut self) {
-        self.tally.peak_live = self.tally.peak_live.max(self.live());
+        let note = |tally: &mut Tally, gauges: Gauges| {
+            tally.peak_live = tally.peak_live.max(gauges[0]);
+            tally.peak_logical = tally.peak_logical.max(gauges[3]);
+        };
+        let gauges = self.gauges();
+        note(&mut self.tally, sum(&gauges));
+        gauges.into_iter().zip(&mut self.tallies).for_each(|(own, tally)| note(tally, own));
     }
 
     /// Oldest published block with each leading prefix of `tokens`.
@@ -332,7 +414,10 @@ impl Naive {
             self.queue.retain(|&block| block != hit);
         }
         let (hits, last) = (table.len(), self.number_of(table.last().copied()));
-        table.extend((0..new).map(|_| self.take()));
+        let evicted = self.tally.evicted;
+        table.extend((0..new).map(|_| self.take(ask.namespace)));
+        let evicting = u64::from(self.tally.evicted > evicted);
+        self.count(ask.namespace, |tally| tally.evicting += evicting);
         let name = resumes.unwrap_or(self.next_name);
         self.next_name += u32::from(resumes.is_none());
         let mut seq = Seq {
@@ -354,19 +439,21 @@ impl Naive {
         self.retract(&mut seq, cached / self.block_size);
         self.seqs.insert(name, seq);
         if self.caching && ask.use_cache {
-            let (tokens, cached) = (tokens.len() as u64, cached as u64);
-            match resumes {
+            let full = |tokens: usize| tokens / self.block_size;
+            let queried = [1, full(tokens.len()) as u64, tokens.len() as u64];
+            let hit = [u64::from(cached > 0), self.blocks_for(cached) as u64, cached as u64];
+            let add =
+                |to: &mut Counts, more: Counts| to.iter_mut().zip(more).for_each(|(to, more)| *to += more);
+            self.count(ask.namespace, |tally| match resumes {
                 Some(_) => {
-                    self.tally.readmit_queried += tokens;
-                    self.tally.readmit_hit += cached;
+                    add(&mut tally.readmit_queried, queried);
+                    add(&mut tally.readmit_hit, hit);
                 }
                 None => {
-                    self.tally.requests += 1;
-                    self.tally.hit_requests += u64::from(cached > 0);
-                    self.tally.queried += tokens;
-                    self.tally.hit += cached;
+                    add(&mut tally.queried, queried);
+                    add(&mut tally.hit, hit);
                 }
-            }
+            });
         }
         self.note_peak();
         Ok((name, cached))
@@ -381,17 +468,19 @@ impl Naive {
             let (tail, kept) = (seq.table[col], seq.computed.saturating_sub(col * self.block_size));
             let kept = kept.min(self.block_size);
             if self.blocks[tail].refs > 1 {
-                let copy = self.take();
+                let copy = self.take(seq.namespace);
+                *self.taken.entry(name).or_default() += 1;
                 self.drop_ref(tail);
                 self.blocks[copy].fill = kept;
                 seq.table[col] = copy;
-                self.tally.copied += 1;
+                self.count(seq.namespace, |tally| tally.copied += 1);
             } else if self.blocks[tail].content.is_some() {
                 self.overwritten.push((name, col, kept));
             }
         }
         while seq.table.len() < self.blocks_for(end + lookahead) {
-            seq.table.push(self.take());
+            seq.table.push(self.take(seq.namespace));
+            *self.taken.entry(name).or_default() += 1;
         }
         seq.in_flight.push((num_new, seq.reserved));
         seq.scheduled = end;
@@ -407,10 +496,12 @@ impl Naive {
         for (name, col, kept) in std::mem::take(&mut self.overwritten) {
             let tail = self.seqs[&name].table[col];
             if self.free + self.queue.len() > 0 {
-                let copy = self.take();
+                let namespace = self.seqs[&name].namespace;
+                let copy = self.take(namespace);
+                *self.taken.entry(name).or_default() += 1;
                 self.blocks[copy].fill = kept;
                 self.seqs.get_mut(&name).unwrap().table[col] = copy;
-                self.tally.copied += 1;
+                self.count(namespace, |tally| tally.copied += 1);
                 retired.push(tail);
             } else {
                 self.blocks[tail].content = None;
@@ -429,8 +520,11 @@ impl Naive {
         rows: &[(Name, usize, usize, Vec<u32>)],
         fit: bool,
     ) -> (usize, Option<Refusal>) {
+        self.taken.clear();
+        let available = self.available();
         let (num_rows, refusal) = self.try_schedule(rows, fit);
         self.settle_overwritten();
+        self.count_evicting(available, &rows[..num_rows]);
         if self.publish == Publish::OnSchedule {
             for (name, ..) in &rows[..num_rows] {
                 let mut seq = self.seqs[name].clone();
@@ -440,6 +534,21 @@ impl Naive {
             }
         }
         (num_rows, refusal)
+    }
+
+    /// Whether each block that can be taken is cached, in the order of being taken.
+    fn available(&self) -> Vec<bool> {
+        let queued = self.queue.iter().map(|&block| self.blocks[block].content.is_some());
+        (0..self.free).map(|_| false).chain(queued).collect()
+    }
+
+    /// Rows take their blocks one after the other: count those that came to a cached one.
+    fn count_evicting(&mut self, mut available: Vec<bool>, rows: &[(Name, usize, usize, Vec<u32>)]) {
+        for (name, ..) in rows {
+            let taken = self.taken.get(name).copied().unwrap_or(0);
+            let evicting = u64::from(available.drain(..taken).any(|is_cached| is_cached));
+            self.count(self.seqs[name].namespace, |tally| tally.evicting += evicting);
+        }
     }
 
     /// Whether a batch, or under `fit` a single row, is larger than the arrays.
@@ -631,6 +740,7 @@ impl Naive {
         let child = self.snapshot(name);
         self.seqs.insert(self.next_name, child);
         self.next_name += 1;
+        self.note_peak();
         self.next_name - 1
     }
 
@@ -666,6 +776,7 @@ impl Naive {
             self.seqs.insert(names[row], next);
             self.drop_all(old);
         }
+        self.note_peak();
     }
 
     fn drop_all(&mut self, seq: Seq) -> usize {
@@ -737,7 +848,7 @@ impl Naive {
             (seq.computed, seq.scheduled, seq.reserved, seq.published) = (0, 0, 0, 0);
             (seq.unlisted, seq.preempted) = (false, true);
             seq.in_flight.clear();
-            self.tally.preemptions += 1;
+            self.count(seq.namespace, |tally| tally.preemptions += 1);
         }
         let tokens = seq.tokens.clone();
         self.seqs.insert(name, seq);
