@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import kvblocks as kv
 from kvblocks.planner.architectures import describe
 from kvblocks.planner.footprint import Pool
-from kvblocks.planner.lengths import fixed
+from kvblocks.planner.lengths import fixed, log_normal
 from kvblocks.planner.models import BUILT_IN
 
 from .helpers import scenario
@@ -113,3 +113,23 @@ def test_one_user_more_never_fits(name: str) -> None:
     assert users > 0
     assert case.bytes_for(users, 5000) <= 24 << 30 < case.bytes_for(users + 1, 5000)
     assert describe(BUILT_IN[name], name) == case.model
+
+
+def test_users_by_chance_overflow_as_rarely_as_said() -> None:
+    case = scenario("llama-3-8b", cache_bytes=40 << 30, lengths=log_normal(500, 4000, 8000))
+    users = case.users_by_chance(0.99)
+    assert users < case.users(case.lengths.mean_tokens)
+    rng = np.random.default_rng(0)
+    sizes = np.array([case.bytes_per_user(tokens) for tokens in case.lengths.sample])
+    room = case.budget.cache_bytes - case.fixed_bytes(8000)
+    overflows = np.mean(rng.choice(sizes, (4000, users)).sum(axis=1) > room)
+    assert 0.003 < overflows < 0.02
+    fixed_lengths = scenario("llama-3-8b", cache_bytes=40 << 30, lengths=fixed(1000))
+    assert fixed_lengths.users_by_chance(0.99) == fixed_lengths.users(1000)
+
+
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8_e4m3", "int4"])
+def test_the_library_allocates_what_is_planned(kv_format: str) -> None:
+    config = kv.CacheConfig(2, 3, 64, dtype="bfloat16", kv_format=kv_format)
+    case = scenario("smollm2-135m", cache_bytes=1 << 20, kv_format=kv_format)
+    assert case.footprint.pools[0].bytes_per_block == 15 * config.bytes_per_block

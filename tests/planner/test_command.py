@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,20 @@ def test_fields_are_overridden_and_types_borrowed(tmp_path: Path, capsys: pytest
     assert answer(f"{options} --set num_kv_shared_layers=16", capsys)["cache"]["bytes_per_token"] == 65_536
     windowed = answer("mistral-7b-v0.1 --gpu H200 --set sliding_window=null", capsys)
     assert windowed["cache"]["bytes_per_token_beyond_windows"] == 131_072
+
+
+def test_json_needs_no_tools_and_tables_name_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("rich.table", "rich.text", "rich.console", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert answer(LLAMA, capsys)["users"][0]["users"] == 30
+    assert plan(LLAMA) == 2
+    assert "pip install 'kvblocks[tools]'" in capsys.readouterr().err
+
+
+def test_a_context_beyond_the_models_own_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{LLAMA} --context 5000") == 0
+    assert "beyond the model's own limit of 4,096 tokens" in capsys.readouterr().out
+    assert plan(LLAMA) == 0
+    assert "limit" not in capsys.readouterr().out

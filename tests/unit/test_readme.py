@@ -19,7 +19,9 @@ def test_the_example_prints_what_the_readme_says(readme_example: tuple[str, str]
     assert printed.getvalue() == expected
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/layout.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/layout.md", "docs/planner.md"]
+)
 def test_relative_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())

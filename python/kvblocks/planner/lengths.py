@@ -10,16 +10,21 @@ from statistics import NormalDist
 from typing import Final
 
 _Z95: Final = NormalDist().inv_cdf(0.95)
+_SAMPLE_SIZE: Final = 1000
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of contexts: the most that is allowed, the 95th percentile, the mean; `source` says whence."""
+    """Lengths of contexts: the most that is allowed, the 95th percentile, the mean; `source` says whence.
+
+    sample: lengths that stand for equal parts of all users, in order.
+    """
 
     max_tokens: int
     p95_tokens: int
     mean_tokens: int
     source: str
+    sample: tuple[int, ...]
 
     def rows(self) -> list[tuple[str, int]]:
         """The three, with names for people; one where all are the same."""
@@ -28,16 +33,22 @@ class Lengths:
 
     def scaled(self, factor: float) -> "Lengths":
         """All lengths times a factor, rounded up."""
-        longest, p95, mean = (
-            max(1, math.ceil(tokens * factor))
-            for tokens in (self.max_tokens, self.p95_tokens, self.mean_tokens)
+
+        def scale(tokens: int) -> int:
+            return max(1, math.ceil(tokens * factor))
+
+        return Lengths(
+            scale(self.max_tokens),
+            scale(self.p95_tokens),
+            scale(self.mean_tokens),
+            f"{self.source}, times {factor:g}",
+            tuple(map(scale, self.sample)),
         )
-        return Lengths(longest, p95, mean, f"{self.source}, times {factor:g}")
 
 
 def fixed(max_tokens: int) -> Lengths:
     """Every context is as long as it may be."""
-    return Lengths(max_tokens, max_tokens, max_tokens, "every context is full")
+    return Lengths(max_tokens, max_tokens, max_tokens, "every context is full", (max_tokens,))
 
 
 def log_normal(p50_tokens: int, p95_tokens: int, max_tokens: int) -> Lengths:
@@ -49,13 +60,22 @@ def log_normal(p50_tokens: int, p95_tokens: int, max_tokens: int) -> Lengths:
         raise ValueError(f"p50 is {p50_tokens}, p95 {p95_tokens}: expected 1 <= p50 <= p95")
     mu, sigma = math.log(p50_tokens), math.log(p95_tokens / p50_tokens) / _Z95
     source = f"log-normal, p50 {p50_tokens:,} and p95 {p95_tokens:,}, cut at {max_tokens:,}"
+    normal = NormalDist()
     if sigma == 0:
         mean = float(min(p50_tokens, max_tokens))
     else:
         cut = (math.log(max_tokens) - mu) / sigma
-        normal = NormalDist()
         mean = math.exp(mu + sigma**2 / 2) * normal.cdf(cut - sigma) + max_tokens * (1 - normal.cdf(cut))
-    return Lengths(max_tokens, min(p95_tokens, max_tokens), max(1, math.ceil(mean)), source)
+    sample = (
+        math.exp(mu + sigma * normal.inv_cdf((index + 0.5) / _SAMPLE_SIZE)) for index in range(_SAMPLE_SIZE)
+    )
+    return Lengths(
+        max_tokens,
+        min(p95_tokens, max_tokens),
+        max(1, math.ceil(mean)),
+        source,
+        tuple(min(max(1, math.ceil(length)), max_tokens) for length in sample),
+    )
 
 
 def observed(lengths: Iterable[int], max_tokens: int | None, source: str) -> Lengths:
@@ -68,4 +88,6 @@ def observed(lengths: Iterable[int], max_tokens: int | None, source: str) -> Len
         raise ValueError("no requests")
     p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
     mean = math.ceil(sum(ordered) / len(ordered))
-    return Lengths(max_tokens or ordered[-1], p95, mean, f"{len(ordered):,} requests of {source}")
+    step = max(1, len(ordered) / _SAMPLE_SIZE)
+    sample = tuple(ordered[int((index + 0.5) * step)] for index in range(min(len(ordered), _SAMPLE_SIZE)))
+    return Lengths(max_tokens or ordered[-1], p95, mean, f"{len(ordered):,} requests of {source}", sample)

@@ -16,6 +16,7 @@ from kvblocks.planner.plan import Scenario
 
 # Formats that are compared, with what to call them.
 _FORMATS: Final = (
+    ("16 bit", "bfloat16"),
     ("FP8, one scale", "fp8_e4m3:tensor"),
     ("FP8", "fp8_e4m3"),
     ("INT8", "int8"),
@@ -60,6 +61,8 @@ def levers(base: Scenario, *, growth: Fraction | None = None) -> Iterator[Lever]
     for name, text in _FORMATS:
         kv_format = KVFormat.parse(text)
         if kv_format == base.kv_format or not base.model.attentions:
+            continue
+        if kv_format.is_plain and base.kv_format.is_plain:
             continue
         block_size = base.block_size
         if kv_format.has_residual:

@@ -4,9 +4,11 @@ Owns `Scenario`, everything a question consists of, and the answers to it. Invar
 allocated by a `BlockManager` for each pool, and one user more cannot.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist, fmean, pstdev
 from typing import Final
 
 from kvblocks.formats import KVFormat
@@ -18,6 +20,8 @@ from kvblocks.report import UserError
 
 # Beyond any context: what still fits at this length fits at every length.
 _ENDLESS: Final = 1 << 50
+# A whole number of users that floating point puts just below itself.
+_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,19 @@ class Scenario:
     def users(self, num_tokens: int) -> int:
         """Users with a context of `num_tokens` that fit on all GPUs at the same time."""
         return self.users_per_replica(num_tokens) * self.num_replicas
+
+    def users_by_chance(self, probability: float) -> int:
+        """Users whose contexts, independent of one another, fit together with a probability, on all GPUs.
+
+        The bytes of n users are taken as normal with n times the mean and the variance of one user's; the average
+        length alone, which `users(mean)` asks for, is exceeded about half of the time.
+        """
+        sizes = [self.bytes_per_user(tokens) for tokens in self.lengths.sample]
+        mean, spread = fmean(sizes), NormalDist().inv_cdf(probability) * pstdev(sizes)
+        left = max(0, self.budget.cache_bytes - self.fixed_bytes(self.lengths.max_tokens))
+        # The larger root of mean x n + spread x sqrt(n) = left, an equation of second degree in sqrt(n).
+        root = (math.sqrt(spread**2 + 4 * mean * left) - spread) / (2 * mean)
+        return int(root**2 + _ROUNDING) * self.num_replicas
 
     def context(self, num_users: int) -> int | None:
         """The longest context that `num_users` users can have at the same time; 0: none; None: any."""

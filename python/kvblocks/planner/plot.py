@@ -36,10 +36,11 @@ def plot_levers(path: str | Path, levers: Sequence[Lever]) -> None:
         axes.axhline(budget, color="black", linewidth=1)
         axes.annotate(
             f"budget {budget:.1f} GiB",
-            (0, budget),
+            (1, budget),
             xycoords=("axes fraction", "data"),
-            xytext=(4, 6),
+            xytext=(-2, 10),
             textcoords="offset points",
+            horizontalalignment="right",
         )
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlim(left=0)

@@ -77,6 +77,7 @@ def summarise(question: Question, levers: Sequence[Lever]) -> dict[str, Any]:
         },
         "lengths": {"source": scenario.lengths.source, "shared_prefix_tokens": scenario.shared_prefix},
         "users": [_users(question, name, tokens) for name, tokens in scenario.lengths.rows()],
+        "users_fit_99_percent_of_the_time": scenario.users_by_chance(0.99),
         "pools": [
             {
                 "span_tokens": pool.span,

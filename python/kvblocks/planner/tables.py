@@ -127,6 +127,14 @@ def _print_users(summary: dict[str, Any]) -> None:
         rows,
         note=note,
     )
+    if len(summary["users"]) > 1:
+        write_line(
+            f"With lengths independent of one another, {summary['users_fit_99_percent_of_the_time']:,} users fit "
+            f"99 % of the time; the users at the mean fit about half of the time."
+        )
+    longest, limit = summary["users"][0]["context_tokens"], summary["model"]["max_context_tokens"]
+    if limit is not None and longest > limit:
+        write_line(f"The full context is beyond the model's own limit of {limit:,} tokens.")
     target = summary["target"]
     if target is not None:
         context = target["context_tokens"]
@@ -167,7 +175,13 @@ def _print_levers(summary: dict[str, Any]) -> None:
     write_line()
     print_table(
         "Levers, one at a time",
-        ["lever", "per token\n[B]", "own, per user\nat full", *(headers[name] for name in names), "to given"],
+        [
+            "lever",
+            "per token\n[B]",
+            "own, per user\nat full",
+            *(headers[name] for name in names),
+            "ratio to\nas given",
+        ],
         rows,
     )
 
