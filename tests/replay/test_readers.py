@@ -46,7 +46,7 @@ def mooncake(**changes: Any) -> str:
             [(0.0, 3, 4), (2.0, 5, 6)],
         ),
         (
-            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,A,472,18,490,chat\n45,B,87,131,218,\n",
+            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,A,472,18,490,\n45,B,87,131,218,\n",
             [(0.0, 472, 18), (40.0, 87, 131)],
         ),
         (

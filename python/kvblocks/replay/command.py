@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from kvblocks import report
+import kvblocks.report as report
 from kvblocks.replay import page, plots, tables
 from kvblocks.replay.hit_rate import HitRate, Segments, capacities, ceiling, curve
 from kvblocks.replay.options import (

@@ -18,7 +18,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks import Allocated, BlockManager, Step
+from kvblocks._core import Allocated, BlockManager
+from kvblocks.batch import Step
 from kvblocks.replay.trace import Trace
 
 # Eviction policies that are modelled: in "fifo" a hit is no use; "optimum" is Belady's, which knows the future.

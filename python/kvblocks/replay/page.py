@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvblocks import report
+import kvblocks.report as report
 
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff }

@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks import Allocated, BlockManager, Later, Prompt, Step
+from kvblocks._core import Allocated, BlockManager, Later, Prompt
+from kvblocks.batch import Step
 from kvblocks.replay.memory import Admitted, Lookups, Occupancy, Refused
 from kvblocks.replay.running import Running
 from kvblocks.replay.trace import Trace

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvblocks import report
+import kvblocks.report as report
 from kvblocks.replay.hit_rate import HitRate
 from kvblocks.replay.scenario import Result
 from kvblocks.replay.sizing import Sizing

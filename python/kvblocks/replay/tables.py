@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvblocks import report
+import kvblocks.report as report
 from kvblocks.replay.hit_rate import HitRate
 from kvblocks.replay.scenario import Result
 from kvblocks.replay.sizing import Sizing
