@@ -45,7 +45,7 @@ have = $(shell PATH="$(PATH)" command -v $(1) 2>/dev/null)
 # Expanded first in each recipe that makes something: stops with one line that says what is missing.
 check_tools = $(if $(shell "$(PYTHON)" -c 'import sys, ensurepip; print("ok" * (sys.version_info >= (3, 10)))' \
     2>/dev/null),,$(error kvblocks needs Python 3.10 or newer with venv and pip: '$(PYTHON)' is not that \
-    (PYTHON=... names another)))$(if $(call have,cargo),,$(error kvblocks needs Rust 1.88 or newer: there is no \
+    (PYTHON=... names another)))$(if $(call have,cargo),,$(error kvblocks needs Rust 1.89 or newer: there is no \
     'cargo' (see https://rustup.rs)))$(if $(call have,cc),,$(error kvblocks needs a C linker: there is no 'cc' \
     (install gcc or clang)))
 

@@ -691,15 +691,20 @@ _Elements: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 # (block, token, head strides, num_blocks, block_size, num_heads, head_dim), in elements.
 _Geometry: TypeAlias = tuple[int, ...]
 
-def cpu_write(
-    cache: _Elements,
-    dtype: str,
-    geometry: _Geometry,
-    rows: _Elements,
-    rows_dtype: str,
-    slots: NDArray[np.int64],
-) -> None:
-    """Store rows of one dtype in K or V of another."""
+# The instruction set and the number of threads that a call runs with.
+_How: TypeAlias = tuple[str, int]
+# An array and the name of its dtype; of K or V, its geometry too.
+_Rows: TypeAlias = tuple[_Elements, str]
+_Storage: TypeAlias = tuple[_Elements, str, _Geometry]
+
+def cpu_simd() -> list[str]:
+    """The instruction sets that there are kernels for and that this processor has, the widest first."""
+
+def cpu_read_all(elements: NDArray[np.float32], how: _How) -> float:
+    """Read every element once, as a measure of what memory gives; returns a number without meaning."""
+
+def cpu_write(cache: _Storage, rows: _Rows, slots: NDArray[np.int64], how: _How) -> None:
+    """Store rows of one dtype in K or V of another: cache (array, dtype, geometry), rows (array, dtype)."""
 
 def cpu_attend(
     q: tuple[_Elements, str, int],
@@ -707,6 +712,7 @@ def cpu_attend(
     batch: tuple[NDArray[np.int32], int, NDArray[np.int32], NDArray[np.int32]],
     options: tuple[float, int | None, float | None, NDArray[np.float32] | None, NDArray[np.float32] | None],
     output: tuple[_Elements, NDArray[np.float32] | None],
+    how: _How,
 ) -> None:
     """Attention of q (array, dtype, heads) over cache (dtype, (k, geometry), (v, geometry)).
 
@@ -714,18 +720,13 @@ def cpu_attend(
     output: (out, lse).
     """
 
-def cpu_copy_blocks(cache: _Elements, dtype: str, geometry: _Geometry, copies: NDArray[np.int32]) -> None:
-    """Copy blocks of K or V of one layer; copies: (src, dst) pairs, flat."""
+def cpu_copy_blocks(cache: _Storage, copies: NDArray[np.int32], how: _How) -> None:
+    """Copy blocks of K or V of one layer, cache (array, dtype, geometry); copies: (src, dst) pairs, flat."""
 
 def cpu_gather(
-    cache: _Elements,
-    dtype: str,
-    geometry: _Geometry,
-    block_table: NDArray[np.int32],
-    seq_len: int,
-    out: NDArray[np.float32],
+    cache: _Storage, block_table: NDArray[np.int32], seq_len: int, out: NDArray[np.float32], how: _How
 ) -> None:
-    """The first seq_len tokens of a sequence, from K or V, into out."""
+    """The first seq_len tokens of a sequence, from K or V, cache (array, dtype, geometry), into out."""
 
 def cpu_merge_states(
     a: tuple[_Elements, NDArray[np.float32]],
@@ -733,6 +734,7 @@ def cpu_merge_states(
     dtype: str,
     head_dim: int,
     output: tuple[_Elements, NDArray[np.float32]],
+    how: _How,
 ) -> None:
     """Merge the states a and b, each (out, lse), into output (out, lse)."""
 

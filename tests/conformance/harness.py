@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kvblocks._core import cpu_simd
 from kvblocks.backends import Backend, get_backend
+from kvblocks.backends.cpu import CpuBackend
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,20 @@ class Harness:
     # Values of index arrays are checked by the call itself; device backends report them later.
     checks_values: bool = True
 
+    # None: the backend of that name.
+    make: Callable[[], Backend] | None = None
+
     @property
     def backend(self) -> Backend:
-        return get_backend(self.name)
+        return get_backend(self.name) if self.make is None else self.make()
+
+
+def _cpu(simd: str) -> Harness:
+    """The kernels of one instruction set, on more threads than this machine may have cores."""
+    return Harness(f"cpu-{simd}", make=lambda: CpuBackend(num_threads=3, simd=simd))
 
 
 HARNESSES = [
     Harness("numpy"),
-    Harness("cpu"),
+    *map(_cpu, cpu_simd()),
 ]

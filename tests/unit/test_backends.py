@@ -6,8 +6,10 @@ import threading
 import numpy as np
 import pytest
 
+from kvblocks._core import cpu_simd
 from kvblocks.backends import BACKENDS, calls, get_backend
 from kvblocks.backends.calls import holding
+from kvblocks.backends.cpu import CpuBackend
 from kvblocks.config import CacheConfig
 
 
@@ -63,8 +65,88 @@ def test_numpy_rounds_once_from_float64() -> None:
 
 
 class TestCpu:
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("KVBLOCKS_CPU_SIMD", raising=False)
+        monkeypatch.delenv("KVBLOCKS_CPU_THREADS", raising=False)
+
     def test_by_name(self) -> None:
-        assert get_backend("cpu").name == "cpu"
+        backend = get_backend("cpu")
+        assert backend.name == "cpu"
+        assert backend.simd == cpu_simd()[0]
+        assert backend.num_threads >= 1
+
+    def test_portable_kernels_are_always_there(self) -> None:
+        assert cpu_simd()[-1] == "portable"
+        assert set(cpu_simd()) <= {"avx512", "avx2", "portable"}
+
+    def test_arguments_win_over_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVBLOCKS_CPU_SIMD", "portable")
+        monkeypatch.setenv("KVBLOCKS_CPU_THREADS", "3")
+        assert (CpuBackend().simd, CpuBackend().num_threads) == ("portable", 3)
+        best = cpu_simd()[0]
+        backend = CpuBackend(simd=best, num_threads=2)
+        assert (backend.simd, backend.num_threads) == (best, 2)
+        monkeypatch.setenv("KVBLOCKS_CPU_SIMD", "")
+        monkeypatch.setenv("KVBLOCKS_CPU_THREADS", "")
+        assert CpuBackend().simd == best
+
+    @pytest.mark.parametrize("value", ["sse9", "AVX2", "portable "])
+    def test_unknown_instructions_are_refused(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        with pytest.raises(ValueError, match=f"^simd is {value!r}: this processor has .*'portable'"):
+            CpuBackend(simd=value)
+        monkeypatch.setenv("KVBLOCKS_CPU_SIMD", value)
+        with pytest.raises(ValueError, match=f"^KVBLOCKS_CPU_SIMD is {value!r}: this processor has "):
+            CpuBackend()
+
+    @pytest.mark.parametrize("value", [0, -1, 1025, 2.0, True, "2"])
+    def test_numbers_of_threads_out_of_range_are_refused(self, value: object) -> None:
+        with pytest.raises(
+            ValueError, match=rf"^num_threads is {value!r}: expected an integer in 1\.\.1024$"
+        ):
+            CpuBackend(num_threads=value)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "²"])
+    def test_so_they_are_from_the_environment(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        monkeypatch.setenv("KVBLOCKS_CPU_THREADS", value)
+        with pytest.raises(ValueError, match=f"^KVBLOCKS_CPU_THREADS is {value!r}: expected "):
+            CpuBackend()
+
+    @pytest.mark.parametrize("num_queries", [1, 3, 64])
+    def test_the_number_of_threads_changes_no_bit(self, num_queries: int) -> None:
+        rng = np.random.default_rng(0)
+        (cache,) = CpuBackend().allocate(CacheConfig(1, 2, 40, dtype="bfloat16"), 200)
+        k, v = rng.standard_normal((2, 200 * 16, 2, 40)).astype(np.float32)
+        CpuBackend().write(cache, k, v, np.arange(200 * 16))
+        tables = rng.permutation(np.arange(200, dtype=np.int32)).reshape(2, 100)
+        lens, starts = np.array([1600, 77], np.int32), np.array([0, num_queries, num_queries + 1], np.int32)
+        q = rng.standard_normal((num_queries + 1, 8, 40)).astype(np.float32)
+        for simd in cpu_simd():
+            first, *others = (
+                CpuBackend(num_threads=threads, simd=simd).attend(cache, q, tables, lens, starts)
+                for threads in (1, 2, 4)
+            )
+            for other in others:
+                np.testing.assert_array_equal(other, first)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
+    def test_a_forked_child_starts_threads_of_its_own(self) -> None:
+        backend = CpuBackend(num_threads=2)
+        (cache,) = backend.allocate(CacheConfig(1, 2, 16), 100)
+        cache.k[...] = cache.v[...] = 1
+        q = np.ones((4, 2, 16), np.float32)
+        step = (
+            np.arange(100, dtype=np.int32).reshape(4, 25),
+            np.full(4, 400, np.int32),
+            np.arange(5, dtype=np.int32),
+        )
+        assert (backend.attend(cache, q, *step) == 1).all()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if (backend.attend(cache, q, *step) == 1).all() else 1)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
 
 
 class TestHolding:

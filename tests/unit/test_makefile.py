@@ -34,7 +34,7 @@ def make(folder: Path, tools: tuple[str, ...], python: str) -> subprocess.Comple
             "no-python",
             "needs Python 3.10 or newer with venv and pip: 'no-python' is not that",
         ),
-        (("cc",), sys.executable, "needs Rust 1.88 or newer: there is no 'cargo'"),
+        (("cc",), sys.executable, "needs Rust 1.89 or newer: there is no 'cargo'"),
         (("cargo",), sys.executable, "needs a C linker: there is no 'cc'"),
     ],
     ids=["python", "cargo", "linker"],

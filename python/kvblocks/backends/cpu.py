@@ -1,17 +1,26 @@
 """The CPU backend: the kernels of the Rust crate kvblocks-cpu over NumPy arrays.
 
-Owns `CpuBackend`. Imports kvblocks._core, layout and the shared checks.
+Owns `CpuBackend` and how many threads and which instructions it uses. Imports kvblocks._core, layout and the shared
+checks.
 Invariant: arguments pass the shared checks before a kernel sees them; the kernels get flat views of the caller's
 memory, and a copy only of what is not contiguous.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks._core import cpu_attend, cpu_copy_blocks, cpu_gather, cpu_merge_states, cpu_write
+from kvblocks._core import (
+    cpu_attend,
+    cpu_copy_blocks,
+    cpu_gather,
+    cpu_merge_states,
+    cpu_simd,
+    cpu_write,
+)
 from kvblocks.backends.base import Supported, Tail
 from kvblocks.backends.calls import holding
 from kvblocks.backends.checks import (
@@ -25,9 +34,12 @@ from kvblocks.backends.checks import (
     check_write,
 )
 from kvblocks.backends.codecs import Encoded, decode, encode, per_token
-from kvblocks.config import LAYOUTS, CacheConfig
+from kvblocks.config import LAYOUTS, CacheConfig, as_integer
 from kvblocks.formats import STORAGE_DTYPES, Format
 from kvblocks.layout import LayerCache, allocate_host, dtype_name, to_float32
+
+# More than any machine has; a larger number is a mistake.
+_MOST_THREADS = 1024
 
 _SUPPORTED = Supported(
     q_dtypes=tuple(STORAGE_DTYPES),
@@ -40,9 +52,28 @@ _SUPPORTED = Supported(
 
 
 class CpuBackend:
-    """Every feature, any head dims, any block size; float32 accumulation; releases the interpreter."""
+    """Every feature, any head dims, any block size; float32 accumulation; releases the interpreter.
+
+    num_threads: threads of a call, the caller's included; None asks KVBLOCKS_CPU_THREADS of the environment, then
+    takes the cores that this process may use. Results do not depend on it. simd: "avx512", "avx2" or "portable";
+    None asks KVBLOCKS_CPU_SIMD, then takes the widest that the processor has. Raises ValueError that names the
+    source and what is allowed.
+    """
 
     name = "cpu"
+
+    def __init__(self, *, num_threads: int | None = None, simd: str | None = None) -> None:
+        self._how = (_simd(simd), _num_threads(num_threads))
+
+    @property
+    def simd(self) -> str:
+        """The instruction set of the kernels."""
+        return self._how[0]
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a call at most, the caller's included."""
+        return self._how[1]
 
     def supported(self) -> Supported:
         """See `Backend.supported`."""
@@ -66,7 +97,9 @@ class CpuBackend:
                 (cache.k, cache.k_nhd, rows_k, dtype_name(k.dtype)),
                 (cache.v, cache.v_nhd, rows_v, dtype_name(v.dtype)),
             ):
-                cpu_write(_span(array), cache.format.k.name, _geometry(nhd), rows, dtype, slots)
+                cpu_write(
+                    (_span(array), cache.format.k.name, _geometry(nhd)), (rows, dtype), slots, self._how
+                )
 
     def attend(
         self,
@@ -128,6 +161,7 @@ class CpuBackend:
                     None if alibi_slopes is None else _plain(alibi_slopes),
                 ),
                 (_flat(out_buffer), None if lse_buffer is None else _flat(lse_buffer)),
+                self._how,
             )
             if out_buffer is not out:
                 out[...] = out_buffer
@@ -142,7 +176,7 @@ class CpuBackend:
             pairs = _flat(copies)
             for cache in caches:
                 for array, nhd in ((cache.k, cache.k_nhd), (cache.v, cache.v_nhd)):
-                    cpu_copy_blocks(_span(array), cache.format.k.name, _geometry(nhd), pairs)
+                    cpu_copy_blocks((_span(array), cache.format.k.name, _geometry(nhd)), pairs, self._how)
 
     def gather(
         self, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
@@ -154,9 +188,8 @@ class CpuBackend:
             k = np.empty((seq_len, cache.num_kv_heads, cache.head_dim), np.float32)
             v = np.empty((seq_len, cache.num_kv_heads, cache.head_dim_v), np.float32)
             for array, nhd, rows in ((cache.k, cache.k_nhd, k), (cache.v, cache.v_nhd, v)):
-                cpu_gather(
-                    _span(array), cache.format.k.name, _geometry(nhd), table, int(seq_len), _flat(rows)
-                )
+                storage = (_span(array), cache.format.k.name, _geometry(nhd))
+                cpu_gather(storage, table, int(seq_len), _flat(rows), self._how)
         return k, v
 
     def merge_states(
@@ -176,6 +209,7 @@ class CpuBackend:
                 dtype_name(out_a.dtype),
                 out_a.shape[2],
                 (_flat(out), _flat(lse)),
+                self._how,
             )
         return out, lse
 
@@ -197,6 +231,38 @@ class CpuBackend:
         part = check_decode(_SUPPORTED, codes, kv_format, scale, zero)
         zero = None if zero is None else per_token(zero, part)
         return decode(codes, part, per_token(scale, part), zero)
+
+
+def _simd(name: str | None) -> str:
+    available = cpu_simd()
+    source = "simd"
+    if name is None:
+        source, name = "KVBLOCKS_CPU_SIMD", os.environ.get("KVBLOCKS_CPU_SIMD") or available[0]
+    if name not in available:
+        raise ValueError(f"{source} is {name!r}: this processor has {', '.join(map(repr, available))}")
+    return name
+
+
+def _num_threads(number: int | None) -> int:
+    if number is not None:
+        return _in_range("num_threads", number, as_integer(number))
+    text = os.environ.get("KVBLOCKS_CPU_THREADS")
+    if not text:
+        return _num_cores()
+    return _in_range("KVBLOCKS_CPU_THREADS", text, int(text) if text.isdecimal() else None)
+
+
+def _in_range(source: str, value: object, number: int | None) -> int:
+    if number is None or not 1 <= number <= _MOST_THREADS:
+        raise ValueError(f"{source} is {value!r}: expected an integer in 1..{_MOST_THREADS}")
+    return number
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _plain(array: NDArray[Any]) -> NDArray[Any]:

@@ -1,32 +1,69 @@
-//! Moving whole blocks and whole sequences. Imports `element`, `error` and `paged`.
+//! Moving whole blocks and whole sequences. Imports `code`, `error`, `paged`, `simd` and `threads`.
 //!
 //! Invariant: bytes are moved as they are; only `gather` converts.
 
-use crate::element::Element;
+use std::ops::Range;
+
+use crate::code::{convert, with_elements, Code, ElementsMut};
 use crate::error::{check_len, product, Error, Result};
 use crate::paged::{Cache, Paged};
+use crate::simd::{Simd, Task};
+use crate::threads::{for_each, Parts};
+use crate::Execution;
+
+/// Tokens of `gather` that are one unit of work.
+const UNIT_TOKENS: usize = 64;
 
 /// Copy whole blocks within K or V of one layer, in order; `copies` are pairs `[src, dst]`.
 ///
 /// O(copies * block bytes).
-pub fn copy_blocks<T: Element>(cache: &mut [T], paged: &Paged, copies: &[[i32; 2]]) -> Result<()> {
+pub fn copy_blocks(
+    cache: ElementsMut<'_>,
+    paged: &Paged,
+    copies: &[[i32; 2]],
+    execution: Execution,
+) -> Result<()> {
     paged.check("cache", cache.len())?;
     for (row, copy) in copies.iter().enumerate() {
         paged.check_table("copies", copy, 0..2).map_err(|error| at_row(error, row))?;
     }
-    for &[src, dst] in copies {
-        for head in 0..paged.num_heads {
-            for offset in 0..paged.block_size {
-                let source = paged.row_in_block(src as usize, offset, head);
-                cache.copy_within(source, paged.row_in_block(dst as usize, offset, head).start);
+    let num_threads = if copies.len() > 1 && execution.num_threads > 1 && are_independent(paged, copies) {
+        execution.num_threads
+    } else {
+        1
+    };
+    with_elements!(ElementsMut, cache, cache => {
+        let cache = Parts::new(cache);
+        for_each(copies.len(), num_threads, || (), |(), row| {
+            let [src, dst] = copies[row].map(|block| block as usize);
+            for (from, to) in paged.runs(src).zip(paged.runs(dst)) {
+                // SAFETY: this is the only thread, or nobody writes the source and nobody else the destination.
+                unsafe { cache.copy_within(from, to.start) };
             }
-        }
-    }
+        });
+    });
     Ok(())
 }
 
+/// Whether the order of the copies does not matter.
+fn are_independent(paged: &Paged, copies: &[[i32; 2]]) -> bool {
+    let mut sources: Vec<i32> = copies.iter().map(|&[src, _]| src).collect();
+    let mut destinations: Vec<i32> = copies.iter().map(|&[_, dst]| dst).collect();
+    sources.sort_unstable();
+    destinations.sort_unstable();
+    paged.rows_are_apart()
+        && destinations.windows(2).all(|pair| pair[0] != pair[1])
+        && destinations.iter().all(|dst| sources.binary_search(dst).is_err())
+}
+
 /// The first `seq_len` tokens of a sequence into `out [seq_len, num_heads, head_dim]`. O(seq_len).
-pub fn gather<T: Element>(cache: Cache<'_, T>, table: &[i32], seq_len: usize, out: &mut [f32]) -> Result<()> {
+pub fn gather(
+    cache: Cache<'_>,
+    table: &[i32],
+    seq_len: usize,
+    out: &mut [f32],
+    execution: Execution,
+) -> Result<()> {
     let paged = cache.paged;
     paged.check("cache", cache.data.len())?;
     let num_blocks = seq_len.div_ceil(paged.block_size);
@@ -35,14 +72,41 @@ pub fn gather<T: Element>(cache: Cache<'_, T>, table: &[i32], seq_len: usize, ou
     }
     paged.check_table("block_table", table, 0..num_blocks)?;
     check_len("out", out.len(), product("out", &[seq_len, paged.num_heads, paged.head_dim])?)?;
-    let mut scratch = Vec::new();
-    for (index, row) in out.chunks_exact_mut(paged.head_dim).enumerate() {
-        let (position, head) = (index / paged.num_heads, index % paged.num_heads);
-        let block = table[position / paged.block_size] as usize;
-        let source = paged.row_in_block(block, position % paged.block_size, head);
-        row.copy_from_slice(T::widen(&cache.data[source], &mut scratch));
-    }
+    let token = paged.num_heads * paged.head_dim;
+    let out = Parts::new(out);
+    with_elements!(Elements, cache.data, data => {
+        for_each(seq_len.div_ceil(UNIT_TOKENS), execution.num_threads, || (), |(), unit| {
+            let tokens = unit * UNIT_TOKENS..seq_len.min((unit + 1) * UNIT_TOKENS);
+            // SAFETY: each unit has tokens of its own.
+            let out = unsafe { out.part(tokens.start * token..tokens.end * token) };
+            execution.isa.run(Gather { data, paged: &paged, table, tokens, out });
+        });
+    });
     Ok(())
+}
+
+struct Gather<'a, T> {
+    data: &'a [T],
+    paged: &'a Paged,
+    table: &'a [i32],
+    tokens: Range<usize>,
+    out: &'a mut [f32],
+}
+
+impl<T: Code> Task for Gather<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { data, paged, table, tokens, out } = self;
+        for (index, row) in out.chunks_exact_mut(paged.head_dim).enumerate() {
+            let (position, head) = (tokens.start + index / paged.num_heads, index % paged.num_heads);
+            let block = table[position / paged.block_size] as usize;
+            let from = &data[paged.row_in_block(block, position % paged.block_size, head)];
+            // SAFETY: both are slices of head_dim elements.
+            unsafe { convert(simd, from.as_ptr(), row.as_mut_ptr(), row.len()) };
+        }
+    }
 }
 
 /// The error of one entry, as that of its row in an array of rows.

@@ -1,9 +1,10 @@
-//! Where a token lives: (block table, position) -> slot -> row. The only maker of cache offsets. Imports `error`.
+//! Where a token lives: (block table, position) -> slot -> row. The only maker of cache offsets. Imports `code`, `error`.
 //!
 //! Invariant: a `Paged` that passed `check` against a length keeps every row of every slot inside that length.
 
 use std::ops::Range;
 
+use crate::code::{with_elements, Elements};
 use crate::error::{Error, Result};
 
 /// Geometry of K or V of one layer, in elements; the elements of a row are contiguous.
@@ -27,11 +28,18 @@ pub struct Paged {
 
 /// K or V of one layer.
 #[derive(Debug, Clone, Copy)]
-pub struct Cache<'a, T> {
+pub struct Cache<'a> {
     /// The elements that the geometry addresses.
-    pub data: &'a [T],
+    pub data: Elements<'a>,
     /// Where they are.
     pub paged: Paged,
+}
+
+impl Cache<'_> {
+    /// Bytes of a row of storage.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.paged.head_dim * with_elements!(Elements, self.data, slice => size_of_val(&slice[0]))
+    }
 }
 
 impl Paged {
@@ -73,6 +81,37 @@ impl Paged {
             }
             _ => Err(Error::Size { argument }),
         }
+    }
+
+    /// Whether no two rows share an element: each axis steps over all that the narrower ones cover.
+    pub(crate) fn rows_are_apart(&self) -> bool {
+        let mut axes = [
+            (self.block_stride, self.num_blocks),
+            (self.token_stride, self.block_size),
+            (self.head_stride, self.num_heads),
+        ];
+        axes.sort_unstable();
+        let mut covered = self.head_dim;
+        axes.into_iter().filter(|&(_, size)| size > 1).all(|(stride, size)| {
+            let apart = stride >= covered;
+            covered += (size - 1) * stride;
+            apart
+        })
+    }
+
+    /// The elements of a block, in as few runs as there are.
+    pub(crate) fn runs(&self, block: usize) -> impl Iterator<Item = Range<usize>> {
+        let (token, block_len) =
+            (self.num_heads * self.head_dim, self.block_size * self.num_heads * self.head_dim);
+        let nhd = self.head_stride == self.head_dim && self.token_stride == token;
+        let hnd = self.token_stride == self.head_dim && self.head_stride == self.block_size * self.head_dim;
+        let (tokens, heads, len) =
+            if nhd || hnd { (1, 1, block_len) } else { (self.block_size, self.num_heads, self.head_dim) };
+        let this = *self;
+        (0..tokens * heads).map(move |row| {
+            let start = this.row_in_block(block, row / heads, row % heads).start;
+            start..start + len
+        })
     }
 
     /// Elements of the row of a head at a slot below `num_slots`.

@@ -2,13 +2,53 @@
 
 use half::{bf16, f16};
 use kvblocks_cpu::{
-    attend, copy_blocks, gather, merge_states, write, write_converted, Batch, Cache, Element, Error, Options,
-    Output, Paged,
+    attend, copy_blocks, gather, merge_states, write, Batch, Cache, Elements, ElementsMut, Error, Execution,
+    Isa, Options, Output, Paged, Queries,
 };
 use proptest::prelude::*;
 
 const PLAIN: Options<'static> =
     Options { scale: 0.25, window: None, soft_cap: None, sinks: None, alibi_slopes: None };
+
+/// Every instruction set of this machine, on one thread and on more threads than there are units in a small case.
+fn executions() -> Vec<Execution> {
+    let isas = Isa::NAMES.iter().filter_map(|name| Isa::named(name));
+    isas.flat_map(|isa| [1, 3].map(|num_threads| Execution { isa, num_threads })).collect()
+}
+
+/// An element type: the conversions of the crate that defines it, and its place among the elements.
+trait Element: Copy {
+    fn round(value: f32) -> Self;
+    fn value(self) -> f32;
+    fn elements(slice: &[Self]) -> Elements<'_>;
+    fn elements_mut(slice: &mut [Self]) -> ElementsMut<'_>;
+}
+
+macro_rules! element {
+    ($type:ty, $kind:ident, $round:expr, $value:expr) => {
+        impl Element for $type {
+            fn round(value: f32) -> Self {
+                $round(value)
+            }
+
+            fn value(self) -> f32 {
+                $value(self)
+            }
+
+            fn elements(slice: &[Self]) -> Elements<'_> {
+                Elements::$kind(slice)
+            }
+
+            fn elements_mut(slice: &mut [Self]) -> ElementsMut<'_> {
+                ElementsMut::$kind(slice)
+            }
+        }
+    };
+}
+
+element!(f32, F32, |value| value, |value| value);
+element!(f16, F16, f16::from_f32, f16::to_f32);
+element!(bf16, Bf16, bf16::from_f32, bf16::to_f32);
 
 /// Reproducible values in -2..2.
 fn values(len: usize, seed: u64) -> Vec<f32> {
@@ -23,13 +63,11 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
 }
 
 fn rounded<T: Element>(source: &[f32]) -> Vec<T> {
-    let mut row = vec![T::ZERO; source.len()];
-    T::narrow(source, &mut row);
-    row
+    source.iter().copied().map(T::round).collect()
 }
 
 fn widened<T: Element>(source: &[T]) -> Vec<f32> {
-    T::widen(source, &mut Vec::new()).to_vec()
+    source.iter().copied().map(T::value).collect()
 }
 
 /// Output and log-sum-exp of one head from rows of float32 keys and values.
@@ -52,8 +90,10 @@ fn naive(q: &[f32], keys: &[Vec<f32>], values: &[Vec<f32>], scale: f64) -> (Vec<
 /// Writes a sequence of 130 tokens (three tiles) and lets its last 3 positions attend.
 fn check_against_naive<T: Element>(
     make: fn(usize, usize, usize, usize) -> kvblocks_cpu::Result<Paged>,
-    limit: f64,
+    how: Execution,
 ) -> kvblocks_cpu::Result<()> {
+    // The queries and outputs are f32, so the cache's own rounding is not an error.
+    let limit = 1e-5;
     let (tokens, heads, group, dim, dim_v, block_size) = (130, 2, 3, 20, 9, 7);
     let table: Vec<i32> = (1..20).rev().collect();
     let slots: Vec<i64> = (0..tokens)
@@ -64,20 +104,20 @@ fn check_against_naive<T: Element>(
     let (mut k, mut v) = (vec![nan; 20 * 7 * heads * dim], vec![nan; 20 * 7 * heads * dim_v]);
     let k_rows = rounded::<T>(&values(tokens * heads * dim, 1));
     let v_rows = rounded::<T>(&values(tokens * heads * dim_v, 2));
-    write(&mut k, &k_paged, &k_rows, &slots)?;
-    write_converted(&mut v, &v_paged, &widened(&v_rows), &slots)?;
+    write(T::elements_mut(&mut k), &k_paged, T::elements(&k_rows), &slots, how)?;
+    write(T::elements_mut(&mut v), &v_paged, Elements::F32(&widened(&v_rows)), &slots, how)?;
 
     let q = values(3 * heads * group * dim, 3);
     let mut out = vec![f32::NAN; 3 * heads * group * dim_v];
     let mut lse = vec![f32::NAN; 3 * heads * group];
     attend(
-        &q,
-        heads * group,
-        Cache { data: &k, paged: k_paged },
-        Cache { data: &v, paged: v_paged },
+        Queries { data: Elements::F32(&q), num_heads: heads * group },
+        Cache { data: T::elements(&k), paged: k_paged },
+        Cache { data: T::elements(&v), paged: v_paged },
         Batch { block_tables: &table, max_blocks: 19, seq_lens: &[130], query_start_loc: &[0, 3] },
         PLAIN,
-        Output { out: &mut out, lse: Some(&mut lse) },
+        Output { out: ElementsMut::F32(&mut out), lse: Some(&mut lse) },
+        how,
     )?;
 
     let row = |rows: &[T], token: usize, head: usize, dim: usize| {
@@ -96,8 +136,8 @@ fn check_against_naive<T: Element>(
     }
 
     let (mut k_out, mut v_out) = (vec![0.0; k_rows.len()], vec![0.0; v_rows.len()]);
-    gather(Cache { data: &k, paged: k_paged }, &table, tokens, &mut k_out)?;
-    gather(Cache { data: &v, paged: v_paged }, &table, tokens, &mut v_out)?;
+    gather(Cache { data: T::elements(&k), paged: k_paged }, &table, tokens, &mut k_out, how)?;
+    gather(Cache { data: T::elements(&v), paged: v_paged }, &table, tokens, &mut v_out, how)?;
     assert_eq!(k_out, widened(&k_rows));
     assert_eq!(v_out, widened(&v_rows));
     Ok(())
@@ -105,11 +145,90 @@ fn check_against_naive<T: Element>(
 
 #[test]
 fn attention_agrees_with_plain_loops() -> kvblocks_cpu::Result<()> {
-    // The queries and outputs are f32, so the cache's own rounding is not an error.
-    check_against_naive::<f32>(Paged::nhd, 1e-5)?;
-    check_against_naive::<f32>(Paged::hnd, 1e-5)?;
-    check_against_naive::<f16>(Paged::nhd, 1e-5)?;
-    check_against_naive::<bf16>(Paged::hnd, 1e-5)
+    for how in executions() {
+        check_against_naive::<f32>(Paged::nhd, how)?;
+        check_against_naive::<f32>(Paged::hnd, how)?;
+        check_against_naive::<f16>(Paged::nhd, how)?;
+        check_against_naive::<bf16>(Paged::hnd, how)?;
+    }
+    Ok(())
+}
+
+/// All bit patterns of 16 bits, and f32 values around every rounding boundary of the 16-bit types.
+#[test]
+fn conversions_agree_with_the_types_own() -> kvblocks_cpu::Result<()> {
+    fn check<T: Element>(to_bits: fn(T) -> u16, how: Execution) -> kvblocks_cpu::Result<()> {
+        let every: Vec<f32> = (0..=u32::from(u16::MAX))
+            .flat_map(|high| {
+                [0u32, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF].map(|low| high << 16 | low)
+            })
+            .map(f32::from_bits)
+            .collect();
+        let paged = Paged::nhd(every.len(), 1, 1, 1)?;
+        let slots: Vec<i64> = (0..every.len() as i64).collect();
+        let mut stored = vec![T::round(0.0); every.len()];
+        write(T::elements_mut(&mut stored), &paged, Elements::F32(&every), &slots, how)?;
+        for (&value, &got) in every.iter().zip(&stored) {
+            let expected = T::round(value);
+            assert!(
+                to_bits(got) == to_bits(expected) || (got.value().is_nan() && value.is_nan()),
+                "{how:?}: {value:e} became {:#x}, not {:#x}",
+                to_bits(got),
+                to_bits(expected)
+            );
+        }
+        let table: Vec<i32> = (0..every.len() as i32).collect();
+        let mut values = vec![0.0; every.len()];
+        gather(Cache { data: T::elements(&stored), paged }, &table, every.len(), &mut values, how)?;
+        for (&got, &code) in values.iter().zip(&stored) {
+            assert!(got.to_bits() == code.value().to_bits() || (got.is_nan() && code.value().is_nan()));
+        }
+        Ok(())
+    }
+    for how in executions() {
+        check::<f16>(f16::to_bits, how)?;
+        check::<bf16>(bf16::to_bits, how)?;
+    }
+    Ok(())
+}
+
+/// Decode and a chunk, long enough for several splits, on any number of threads: the same bits.
+#[test]
+fn the_number_of_threads_changes_no_bit() -> kvblocks_cpu::Result<()> {
+    let (heads, group, dim, block_size, tokens) = (2, 3, 24, 16, 1700);
+    let paged = Paged::nhd(tokens / block_size + 2, block_size, heads, dim)?;
+    let len = paged.num_slots() * heads * dim;
+    let (k, v) = (values(len, 1), values(len, 2));
+    let table: Vec<i32> =
+        (0..2 * (paged.num_blocks as i32)).map(|column| column % paged.num_blocks as i32).collect();
+    for isa in Isa::NAMES.iter().filter_map(|name| Isa::named(name)) {
+        for num_queries in [1, 2, 40] {
+            let q = values((num_queries + 1) * heads * group * dim, 3);
+            let mut results = [1, 2, 3, 4, 7].map(|num_threads| {
+                let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; q.len() / dim]);
+                attend(
+                    Queries { data: Elements::F32(&q), num_heads: heads * group },
+                    Cache { data: Elements::F32(&k), paged },
+                    Cache { data: Elements::F32(&v), paged },
+                    Batch {
+                        block_tables: &table,
+                        max_blocks: paged.num_blocks,
+                        seq_lens: &[tokens as i32, 33],
+                        query_start_loc: &[0, num_queries as i32, num_queries as i32 + 1],
+                    },
+                    PLAIN,
+                    Output { out: ElementsMut::F32(&mut out), lse: Some(&mut lse) },
+                    Execution { isa, num_threads },
+                )
+                .map(|()| (out, lse))
+            });
+            let first = std::mem::replace(&mut results[0], Ok((Vec::new(), Vec::new())))?;
+            for other in results.into_iter().skip(1) {
+                assert_eq!(other?, first);
+            }
+        }
+    }
+    Ok(())
 }
 
 #[test]
@@ -117,11 +236,17 @@ fn copies_whole_blocks_from_source_to_destination() {
     for make in [Paged::nhd, Paged::hnd] {
         let paged = make(4, 3, 2, 5).unwrap();
         let before = values(4 * 30, 9);
-        let mut cache = before.clone();
-        copy_blocks(&mut cache, &paged, &[[3, 0], [3, 1]]).unwrap();
-        assert_eq!(cache[..30], before[90..]);
-        assert_eq!(cache[30..60], before[90..]);
-        assert_eq!(cache[60..], before[60..]);
+        for how in executions() {
+            let mut cache = before.clone();
+            copy_blocks(ElementsMut::F32(&mut cache), &paged, &[[3, 0], [3, 1]], how).unwrap();
+            assert_eq!(cache[..30], before[90..]);
+            assert_eq!(cache[30..60], before[90..]);
+            assert_eq!(cache[60..], before[60..]);
+            // In order, where a destination is a source.
+            copy_blocks(ElementsMut::F32(&mut cache), &paged, &[[2, 0], [0, 1]], how).unwrap();
+            assert_eq!(cache[..30], before[60..90]);
+            assert_eq!(cache[30..60], before[60..90]);
+        }
     }
 }
 
@@ -129,11 +254,14 @@ fn copies_whole_blocks_from_source_to_destination() {
 fn an_empty_state_takes_no_part() {
     let (out, lse) = (values(6, 1), values(2, 2));
     let (nan, none) = ([f32::NAN; 6], [f32::NEG_INFINITY; 2]);
-    let (mut merged, mut merged_lse) = ([0.0; 6], [0.0; 2]);
-    merge_states((&out, &lse), (&nan, &none), 3, &mut merged, &mut merged_lse).unwrap();
-    assert_eq!((&merged[..], &merged_lse[..]), (&out[..], &lse[..]));
-    merge_states((&nan, &none), (&nan, &none), 3, &mut merged, &mut merged_lse).unwrap();
-    assert_eq!((merged, merged_lse), ([0.0; 6], none));
+    let (full, empty) = ((Elements::F32(&out), &lse[..]), (Elements::F32(&nan), &none[..]));
+    for how in executions() {
+        let (mut merged, mut merged_lse) = ([0.0; 6], [0.0; 2]);
+        merge_states(full, empty, 3, ElementsMut::F32(&mut merged), &mut merged_lse, how).unwrap();
+        assert_eq!((&merged[..], &merged_lse[..]), (&out[..], &lse[..]));
+        merge_states(empty, empty, 3, ElementsMut::F32(&mut merged), &mut merged_lse, how).unwrap();
+        assert_eq!((merged, merged_lse), ([0.0; 6], none));
+    }
 }
 
 #[test]
@@ -141,15 +269,19 @@ fn errors_carry_the_numbers() {
     let paged = Paged::nhd(2, 4, 1, 3).unwrap();
     let mut cache = [7.0f32; 24];
     let rows = [1.0f32; 9];
+    let how = executions()[0];
+    let store = |cache: &mut [f32], slots: &[i64]| {
+        write(ElementsMut::F32(cache), &paged, Elements::F32(&rows), slots, how)
+    };
     let wrong = |row, got| Error::Row { argument: "slot_mapping", row, got, low: -1, high: 7 };
-    assert_eq!(write(&mut cache, &paged, &rows, &[0, 8, 1]), Err(wrong(1, 8)));
-    assert_eq!(write(&mut cache, &paged, &rows, &[0, 1, -2]), Err(wrong(2, -2)));
+    assert_eq!(store(&mut cache, &[0, 8, 1]), Err(wrong(1, 8)));
+    assert_eq!(store(&mut cache, &[0, 1, -2]), Err(wrong(2, -2)));
     let short = Error::Length { argument: "rows", got: 9, expected: 12 };
-    assert_eq!(write(&mut cache, &paged, &rows, &[0, 1, 2, 3]), Err(short));
+    assert_eq!(store(&mut cache, &[0, 1, 2, 3]), Err(short));
     let small = Error::Length { argument: "cache", got: 23, expected: 24 };
-    assert_eq!(write(&mut cache[1..], &paged, &rows, &[0]), Err(small));
+    assert_eq!(store(&mut cache[1..], &[0]), Err(small));
     let outside = Error::Row { argument: "copies", row: 1, got: 2, low: 0, high: 1 };
-    assert_eq!(copy_blocks(&mut cache, &paged, &[[0, 1], [0, 2]]), Err(outside));
+    assert_eq!(copy_blocks(ElementsMut::F32(&mut cache), &paged, &[[0, 1], [0, 2]], how), Err(outside));
     assert_eq!(cache, [7.0; 24]);
     let message = wrong(1, 8).to_string();
     assert_eq!(message, "slot_mapping: row 1 is 8, expected -1..=7");
@@ -197,19 +329,21 @@ proptest! {
         fit in any::<bool>(),
         slots in proptest::collection::vec(prop_oneof![-2i64..12, Just(i64::MAX)], 0..6),
     ) {
+        let how = Execution { isa: Isa::best(), num_threads: 2 };
         let v = if agree { Paged { head_dim: v.head_dim, ..k } } else { v };
         let data = vec![1.0f32; len];
         let mut cache = data.clone();
-        if write(&mut cache, &k, &data, &slots).is_err() {
+        if write(ElementsMut::F32(&mut cache), &k, Elements::F32(&data), &slots, how).is_err() {
             prop_assert_eq!(&cache, &data);
         }
         let copies: Vec<[i32; 2]> = rows.iter().map(|&(src, dst)| [src, dst]).collect();
-        let _ = copy_blocks(&mut cache, &k, &copies);
+        let _ = copy_blocks(ElementsMut::F32(&mut cache), &k, &copies, how);
         let mut out = vec![5.0; len];
-        if gather(Cache { data: &data, paged: k }, &table, q_heads, &mut out).is_err() {
+        if gather(Cache { data: Elements::F32(&data), paged: k }, &table, q_heads, &mut out, how).is_err() {
             prop_assert_eq!(&out, &vec![5.0; len]);
         }
-        let _ = merge_states((&data, &out), (&data, &out), q_heads, &mut cache, &mut vec![0.0; rows.len()]);
+        let state = (Elements::F32(&data), &out[..]);
+        let _ = merge_states(state, state, q_heads, ElementsMut::F32(&mut cache), &mut vec![0.0; rows.len()], how);
 
         let (seq_lens, ends): (Vec<i32>, Vec<i32>) = rows.into_iter().unzip();
         let mut starts: Vec<i32> = std::iter::once(0).chain(ends).collect();
@@ -227,13 +361,13 @@ proptest! {
         let mut out = vec![5.0f32; sized([tokens, q_heads, v.head_dim]).unwrap_or(3)];
         let batch = Batch { block_tables: &table, max_blocks, seq_lens: &seq_lens, query_start_loc: &starts };
         let result = attend(
-            &q,
-            q_heads,
-            Cache { data: &data, paged: k },
-            Cache { data: &data, paged: v },
+            Queries { data: Elements::F32(&q), num_heads: q_heads },
+            Cache { data: Elements::F32(&data), paged: k },
+            Cache { data: Elements::F32(&data), paged: v },
             batch,
             Options { window, ..PLAIN },
-            Output { out: &mut out, lse: None },
+            Output { out: ElementsMut::F32(&mut out), lse: None },
+            how,
         );
         match result {
             Ok(()) => prop_assert!(out.iter().all(|value| value.is_finite() && *value != 5.0)),

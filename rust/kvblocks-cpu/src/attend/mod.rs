@@ -1,0 +1,316 @@
+//! Causal attention over block tables. Imports `code`, `error`, `paged`, `simd` and `threads`.
+//!
+//! A call is cut into units (`plan`): some query heads over a run of keys, at most `SPLIT` of them. Few rows of queries
+//! go one by one (`narrow`: lanes are elements of a row), many go together (`wide`: lanes are queries). What the units
+//! of a query leave, a running softmax each, is merged in the order of the keys.
+//!
+//! Invariant: how the work is cut depends on the arguments and the instruction set only, so any number of threads
+//! gives the same bits. A key that a query may not see has no influence on it, whatever its slot holds.
+
+mod checks;
+mod narrow;
+mod plan;
+mod tile;
+mod wide;
+
+use std::ops::Range;
+
+use self::plan::{Plan, Unit};
+use crate::code::{convert, with_elements, Code, Elements, ElementsMut};
+use crate::error::Result;
+use crate::math::tanh;
+use crate::paged::Cache;
+use crate::simd::{Simd, Task};
+use crate::threads::{for_each, Parts};
+use crate::Execution;
+
+/// The index arrays of a step over n rows.
+#[derive(Debug, Clone, Copy)]
+pub struct Batch<'a> {
+    /// Block ids `[n, max_blocks]`, read only where a visible key lives.
+    pub block_tables: &'a [i32],
+    /// Columns of `block_tables`.
+    pub max_blocks: usize,
+    /// Keys of each row `[n]`.
+    pub seq_lens: &'a [i32],
+    /// Row i owns the queries `query_start_loc[i]..query_start_loc[i + 1]`, the last positions of its sequence.
+    pub query_start_loc: &'a [i32],
+}
+
+impl Batch<'_> {
+    /// The queries of a row; empty where a length or bound is no size, which `check_rows` refuses.
+    fn queries(&self, row: usize) -> Range<usize> {
+        let bound = |at: usize| usize::try_from(self.query_start_loc[at]).unwrap_or(0);
+        bound(row)..bound(row + 1)
+    }
+
+    fn table(&self, row: usize) -> &[i32] {
+        &self.block_tables[row * self.max_blocks..][..self.max_blocks]
+    }
+}
+
+/// The optional parts of attention.
+#[derive(Debug, Clone, Copy)]
+pub struct Options<'a> {
+    /// Factor of q.k.
+    pub scale: f32,
+    /// A query at position p sees keys `max(0, p + 1 - window)..=p`; at least 1.
+    pub window: Option<usize>,
+    /// Logits become `cap * tanh(logit / cap)`.
+    pub soft_cap: Option<f32>,
+    /// Per query head, a logit without a value that joins the denominator.
+    pub sinks: Option<&'a [f32]>,
+    /// Per query head, times (key position - query position), added to the logit.
+    pub alibi_slopes: Option<&'a [f32]>,
+}
+
+impl Options<'_> {
+    /// The keys that a query at a position sees.
+    fn keys(&self, position: usize) -> Range<usize> {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))..position + 1
+    }
+
+    /// A head's sink as a softmax without values.
+    fn sink(&self, head: usize) -> State {
+        match self.sinks.map(|sinks| sinks[head]) {
+            Some(highest) if highest != f32::NEG_INFINITY => State { highest, sum: 1.0 },
+            _ => State::NOTHING,
+        }
+    }
+}
+
+/// The queries of a step.
+#[derive(Debug, Clone, Copy)]
+pub struct Queries<'a> {
+    /// `[num_tokens, num_heads, head_dim]`.
+    pub data: Elements<'a>,
+    /// A multiple of the heads of K and V.
+    pub num_heads: usize,
+}
+
+/// Where the results go.
+#[derive(Debug)]
+pub struct Output<'a> {
+    /// `[num_tokens, num_q_heads, head_dim_v]`.
+    pub out: ElementsMut<'a>,
+    /// `[num_tokens, num_q_heads]`: the natural log of the denominator, the sink included.
+    pub lse: Option<&'a mut [f32]>,
+}
+
+/// Attention of queries over the keys of each row.
+///
+/// Rows of seq_len 0, queries of no row and queries whose logits are all -inf give 0 and -inf. All of the output is
+/// written, or nothing.
+pub fn attend(
+    queries: Queries<'_>,
+    k: Cache<'_>,
+    v: Cache<'_>,
+    batch: Batch<'_>,
+    options: Options<'_>,
+    output: Output<'_>,
+    execution: Execution,
+) -> Result<()> {
+    let Queries { data: q, num_heads: num_q_heads } = queries;
+    let Output { out, lse } = output;
+    let num_tokens = checks::check_shapes(q.len(), num_q_heads, &k, &v, options, out.len(), lse.as_deref())?;
+    checks::check_rows(&k.paged, num_tokens, batch, options.window)?;
+    if num_tokens == 0 {
+        return Ok(()); // before any scratch is sized by num_q_heads, which nothing bounds here
+    }
+    let call = Call { q, num_q_heads, k, v, batch, options };
+    let plan = Plan::new(&call, execution);
+    let head_dim_v = v.paged.head_dim;
+    let mut states = vec![State::NOTHING; plan.num_partials * num_q_heads];
+    let mut sums = vec![0.0; plan.num_partials * num_q_heads * head_dim_v];
+    {
+        let partials = Partials { states: Parts::new(&mut states), sums: Parts::new(&mut sums) };
+        for_each(plan.units.len(), execution.num_threads, Scratch::default, |scratch, index| {
+            let unit = &plan.units[index];
+            execution.isa.run(RunUnit { call: &call, unit, partials: &partials, scratch });
+        });
+    }
+    with_elements!(ElementsMut, out, out => {
+        let out = Parts::new(out);
+        let lse = lse.map(Parts::new);
+        let merged = |_: &mut (), chunk: usize| {
+            let tokens = chunk * MERGE_TOKENS..num_tokens.min((chunk + 1) * MERGE_TOKENS);
+            execution.isa.run(Merge { call: &call, plan: &plan, states: &states, sums: &sums, tokens, out: &out, lse: lse.as_ref() });
+        };
+        for_each(num_tokens.div_ceil(MERGE_TOKENS), execution.num_threads, || (), merged);
+    });
+    Ok(())
+}
+
+/// The arguments of a call, checked.
+struct Call<'a> {
+    q: Elements<'a>,
+    num_q_heads: usize,
+    k: Cache<'a>,
+    v: Cache<'a>,
+    batch: Batch<'a>,
+    options: Options<'a>,
+}
+
+impl Call<'_> {
+    fn num_tokens(&self) -> usize {
+        self.q.len() / (self.num_q_heads * self.k.paged.head_dim)
+    }
+
+    /// Query heads that share a head of K and V.
+    fn group(&self) -> usize {
+        self.num_q_heads / self.k.paged.num_heads
+    }
+
+    /// A head of a query, scaled.
+    #[inline(always)]
+    fn load_query<S: Simd>(&self, simd: S, token: usize, head: usize, row: &mut [f32]) {
+        let start = (token * self.num_q_heads + head) * self.k.paged.head_dim;
+        with_elements!(Elements, self.q, q => {
+            let q = &q[start..][..row.len()];
+            // SAFETY: both are slices of that length.
+            unsafe { convert(simd, q.as_ptr(), row.as_mut_ptr(), row.len()) };
+        });
+        row.iter_mut().for_each(|value| *value *= self.options.scale);
+    }
+}
+
+/// The running softmax of a head, besides its weighted values: the highest logit, and the sum of the weights against it.
+#[derive(Debug, Clone, Copy)]
+struct State {
+    highest: f32,
+    sum: f32,
+}
+
+impl State {
+    const NOTHING: Self = Self { highest: f32::NEG_INFINITY, sum: 0.0 };
+
+    /// Take in the highest of new logits: (the factor of all that was summed before, what to take logits against).
+    ///
+    /// While nothing has a weight, all are taken against 0, as -inf - -inf would be NaN.
+    #[inline(always)]
+    fn rise(&mut self, highest: f32) -> (f32, f32) {
+        let before = self.highest;
+        if highest > before {
+            self.highest = highest;
+            (if before == f32::NEG_INFINITY { 0.0 } else { (before - highest).exp() }, highest)
+        } else {
+            (1.0, if before == f32::NEG_INFINITY { 0.0 } else { before })
+        }
+    }
+}
+
+/// What the units leave: a state and weighted values for each partial result and query head.
+struct Partials<'a> {
+    /// `[num_partials, num_q_heads]`.
+    states: Parts<'a, State>,
+    /// `[num_partials, num_q_heads, head_dim_v]`.
+    sums: Parts<'a, f32>,
+}
+
+impl Partials<'_> {
+    /// The states and weighted values of some query heads.
+    ///
+    /// # Safety
+    /// Nobody else has those of these heads.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn of(
+        &self,
+        call: &Call<'_>,
+        partial: usize,
+        q_heads: Range<usize>,
+    ) -> (&mut [State], &mut [f32]) {
+        let first = partial * call.num_q_heads + q_heads.start;
+        let (states, dim) = (first..first + q_heads.len(), call.v.paged.head_dim);
+        // SAFETY: the caller's.
+        unsafe { (self.states.part(states.clone()), self.sums.part(states.start * dim..states.end * dim)) }
+    }
+}
+
+/// What a thread keeps between units.
+#[derive(Default)]
+struct Scratch {
+    narrow: narrow::Scratch,
+    wide: wide::Scratch,
+}
+
+struct RunUnit<'a, 'b> {
+    call: &'a Call<'b>,
+    unit: &'a Unit,
+    partials: &'a Partials<'b>,
+    scratch: &'a mut Scratch,
+}
+
+impl Task for RunUnit<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        if self.unit.wide {
+            wide::run(simd, self.call, self.unit, self.partials, &mut self.scratch.wide);
+        } else {
+            narrow::run(simd, self.call, self.unit, self.partials, &mut self.scratch.narrow);
+        }
+    }
+}
+
+/// Tokens whose results are merged as one unit of work.
+const MERGE_TOKENS: usize = 4;
+
+/// Merge the partial results of some tokens, and the sinks, into the output.
+struct Merge<'a, 'b, T> {
+    call: &'a Call<'b>,
+    plan: &'a Plan,
+    states: &'a [State],
+    sums: &'a [f32],
+    tokens: Range<usize>,
+    out: &'a Parts<'a, T>,
+    lse: Option<&'a Parts<'a, f32>>,
+}
+
+impl<T: Code> Task for Merge<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let (num_q_heads, dim) = (self.call.num_q_heads, self.call.v.paged.head_dim);
+        let mut row = vec![0.0f32; dim];
+        for token in self.tokens {
+            let partials = self.plan.partials[token].clone();
+            for head in 0..num_q_heads {
+                let states = partials.clone().map(|partial| self.states[partial * num_q_heads + head]);
+                // Tokens of no row have no sink either.
+                let sink = if partials.is_empty() { State::NOTHING } else { self.call.options.sink(head) };
+                let highest = states.clone().fold(sink.highest, |high, state| high.max(state.highest));
+                let base = if highest == f32::NEG_INFINITY { 0.0 } else { highest };
+                let mut sum = sink.sum * (sink.highest - base).exp();
+                row.fill(0.0);
+                for (state, partial) in states.zip(partials.clone()) {
+                    let weight = (state.highest - base).exp();
+                    sum += weight * state.sum;
+                    let values = &self.sums[(partial * num_q_heads + head) * dim..][..dim];
+                    row.iter_mut().zip(values).for_each(|(row, value)| *row += weight * value);
+                }
+                if sum == 0.0 {
+                    row.fill(0.0); // no key has a weight; the log below is -inf
+                } else {
+                    row.iter_mut().for_each(|value| *value /= sum);
+                }
+                let at = token * num_q_heads + head;
+                // SAFETY: this unit has these tokens alone; the rows have dim elements each.
+                unsafe {
+                    convert(simd, row.as_ptr(), self.out.part(at * dim..(at + 1) * dim).as_mut_ptr(), dim);
+                    if let Some(lse) = self.lse {
+                        lse.part(at..at + 1)[0] = base + sum.ln();
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// `cap * tanh(logit / cap)`.
+#[inline(always)]
+fn soft_cap<S: Simd>(simd: S, logit: S::F, cap: f32) -> S::F {
+    let cap = simd.splat(cap);
+    simd.mul(cap, tanh(simd, simd.div(logit, cap)))
+}

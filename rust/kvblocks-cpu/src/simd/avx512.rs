@@ -1,0 +1,280 @@
+//! Sixteen lanes of AVX-512 (F, BW, DQ, VL).
+
+use std::arch::x86_64::*;
+
+use super::{Simd, Task};
+
+/// Witness that the processor has AVX-512 F, BW, DQ and VL.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Avx512(());
+
+impl Avx512 {
+    pub(super) fn detect() -> Option<Self> {
+        let detected = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        detected.then_some(Self(()))
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn with_features<T: Task>(simd: Avx512, task: T) -> T::Output {
+    task.run(simd)
+}
+
+/// Intrinsics on registers, in methods of `Avx512`.
+macro_rules! on_registers {
+    ($body:expr) => {{
+        // SAFETY: the receiver is the witness that the processor has the features; no memory is touched.
+        #[allow(unused_unsafe)]
+        unsafe {
+            $body
+        }
+    }};
+}
+
+/// Intrinsics on memory, in methods of `Avx512`.
+macro_rules! on_memory {
+    ($body:expr) => {{
+        // SAFETY: the receiver is the witness that the processor has the features; the caller answers for the memory.
+        unsafe { $body }
+    }};
+}
+
+impl Simd for Avx512 {
+    type F = __m512;
+    type I = __m512i;
+    type M = __mmask16;
+    const LANES: usize = 16;
+    const VECTORS: usize = 4;
+
+    #[inline(always)]
+    fn vectorize<T: Task>(self, task: T) -> T::Output {
+        on_registers!(with_features(self, task))
+    }
+
+    #[inline(always)]
+    fn splat(self, value: f32) -> __m512 {
+        on_registers!(_mm512_set1_ps(value))
+    }
+
+    #[inline(always)]
+    fn iota(self) -> __m512 {
+        on_registers!(_mm512_setr_ps(
+            0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0
+        ))
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        on_registers!(_mm512_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        on_registers!(_mm512_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        on_registers!(_mm512_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        on_registers!(_mm512_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        on_registers!(_mm512_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        on_registers!(_mm512_max_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        on_registers!(_mm512_min_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn round(self, a: __m512) -> __m512 {
+        on_registers!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
+    }
+
+    #[inline(always)]
+    fn scale(self, a: __m512, n: __m512) -> __m512 {
+        on_registers!(_mm512_scalef_ps(a, n))
+    }
+
+    #[inline(always)]
+    fn less(self, a: __m512, b: __m512) -> __mmask16 {
+        on_registers!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn is_nan(self, a: __m512) -> __mmask16 {
+        on_registers!(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a))
+    }
+
+    #[inline(always)]
+    fn select(self, mask: __mmask16, a: __m512, b: __m512) -> __m512 {
+        on_registers!(_mm512_mask_blend_ps(mask, b, a))
+    }
+
+    #[inline(always)]
+    fn bits(self, a: __m512) -> __m512i {
+        on_registers!(_mm512_castps_si512(a))
+    }
+
+    #[inline(always)]
+    fn as_float(self, a: __m512i) -> __m512 {
+        on_registers!(_mm512_castsi512_ps(a))
+    }
+
+    #[inline(always)]
+    fn splat_bits(self, value: u32) -> __m512i {
+        on_registers!(_mm512_set1_epi32(value as i32))
+    }
+
+    #[inline(always)]
+    fn and(self, a: __m512i, b: __m512i) -> __m512i {
+        on_registers!(_mm512_and_si512(a, b))
+    }
+
+    #[inline(always)]
+    fn or(self, a: __m512i, b: __m512i) -> __m512i {
+        on_registers!(_mm512_or_si512(a, b))
+    }
+
+    #[inline(always)]
+    fn add_bits(self, a: __m512i, b: __m512i) -> __m512i {
+        on_registers!(_mm512_add_epi32(a, b))
+    }
+
+    #[inline(always)]
+    fn shift_left<const N: u32>(self, a: __m512i) -> __m512i {
+        on_registers!(_mm512_slli_epi32::<N>(a))
+    }
+
+    #[inline(always)]
+    fn shift_right<const N: u32>(self, a: __m512i) -> __m512i {
+        on_registers!(_mm512_srli_epi32::<N>(a))
+    }
+
+    #[inline(always)]
+    fn select_bits(self, mask: __mmask16, a: __m512i, b: __m512i) -> __m512i {
+        on_registers!(_mm512_mask_blend_epi32(mask, b, a))
+    }
+
+    #[inline(always)]
+    fn to_float(self, a: __m512i) -> __m512 {
+        on_registers!(_mm512_cvtepi32_ps(a))
+    }
+
+    #[inline(always)]
+    fn to_int(self, a: __m512) -> __m512i {
+        on_registers!(_mm512_cvtps_epi32(a))
+    }
+
+    #[inline(always)]
+    fn sum(self, a: __m512) -> f32 {
+        on_registers!(_mm512_reduce_add_ps(a))
+    }
+
+    #[inline(always)]
+    fn highest(self, a: __m512) -> f32 {
+        on_registers!(_mm512_reduce_max_ps(a))
+    }
+
+    #[inline(always)]
+    fn sum_4(self, [a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+        on_registers!({
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            // Each 128-bit lane: a, b, c, d summed over that lane.
+            let abcd = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xEE>(ab, cd));
+            let half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps::<1>(abcd));
+            let sums = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half));
+            std::mem::transmute::<__m128, [f32; 4]>(sums)
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> __m512 {
+        on_memory!(_mm512_loadu_ps(from))
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, a: __m512) {
+        on_memory!(_mm512_storeu_ps(to, a))
+    }
+
+    #[inline(always)]
+    unsafe fn load_u8(self, from: *const u8) -> __m512i {
+        on_memory!(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())))
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> __m512i {
+        on_memory!(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
+    }
+
+    #[inline(always)]
+    unsafe fn load_u16(self, from: *const u16) -> __m512i {
+        on_memory!(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast())))
+    }
+
+    #[inline(always)]
+    unsafe fn store_u8(self, to: *mut u8, a: __m512i) {
+        on_memory!(_mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(a)))
+    }
+
+    #[inline(always)]
+    unsafe fn store_u16(self, to: *mut u16, a: __m512i) {
+        on_memory!(_mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(a)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> __m512 {
+        on_memory!(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast())))
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16, a: __m512) {
+        on_memory!(_mm256_storeu_si256(
+            to.cast(),
+            _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a)
+        ))
+    }
+
+    #[inline(always)]
+    unsafe fn load_e4m3(self, from: *const u8) -> __m512 {
+        on_memory!({
+            // As the f16 that is 2^8 times smaller: the exponent's bias is 15 there and 7 here.
+            let wide = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast())));
+            let half = _mm256_and_si256(wide, _mm256_set1_epi16(0xBF80_u16 as i16));
+            let magnitude = _mm256_and_si256(half, _mm256_set1_epi16(0x3F80));
+            let nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x3F80));
+            let half = _mm256_mask_blend_epi16(nan, half, _mm256_set1_epi16(0x7E00));
+            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn load_e5m2(self, from: *const u8) -> __m512 {
+        on_memory!({
+            let wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(from.cast()));
+            _mm512_cvtph_ps(_mm256_slli_epi16::<8>(wide))
+        })
+    }
+
+    #[inline(always)]
+    fn prefetch(self, address: *const u8) {
+        on_registers!(_mm_prefetch::<_MM_HINT_T1>(address.cast()))
+    }
+}

@@ -1,0 +1,190 @@
+//! Vectors of f32 lanes: the one trait that the kernels are written in, and the instruction sets that implement it.
+//! Imports nothing of the crate.
+//!
+//! Invariant: a value of `Avx2` or `Avx512` exists only where the processor has been asked for all the features that
+//! its methods use. Everything between a `vectorize` and an operation is `#[inline(always)]`, so that it is compiled
+//! with these features.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+use std::fmt;
+
+/// Work that is compiled once for each instruction set.
+pub(crate) trait Task {
+    type Output;
+
+    /// Implementations are `#[inline(always)]`.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+/// Operations on `LANES` f32 at once; `I` are the same lanes as u32, `M` one truth value a lane.
+#[allow(dead_code)] // until the 8-bit formats use them all
+pub(crate) trait Simd: Copy + Send + Sync {
+    type F: Copy;
+    type I: Copy;
+    type M: Copy;
+    const LANES: usize;
+    /// Vectors of queries that a tile of prefill holds: with four keys each, their sums leave registers for operands.
+    const VECTORS: usize;
+
+    /// Run a task in a function of its own that has the features of this instruction set.
+    fn vectorize<T: Task>(self, task: T) -> T::Output;
+
+    fn splat(self, value: f32) -> Self::F;
+    /// 0, 1, 2, ..
+    fn iota(self) -> Self::F;
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// a * b + c, rounded once or twice.
+    fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// b where one of the two is a NaN.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// b where one of the two is a NaN.
+    fn min(self, a: Self::F, b: Self::F) -> Self::F;
+    /// To the nearest integer, ties to even.
+    fn round(self, a: Self::F) -> Self::F;
+    /// a * 2^n for integers n in -252..=252, rounded once.
+    fn scale(self, a: Self::F, n: Self::F) -> Self::F;
+    fn less(self, a: Self::F, b: Self::F) -> Self::M;
+    fn is_nan(self, a: Self::F) -> Self::M;
+    /// a where the mask holds, else b.
+    fn select(self, mask: Self::M, a: Self::F, b: Self::F) -> Self::F;
+
+    fn bits(self, a: Self::F) -> Self::I;
+    fn as_float(self, a: Self::I) -> Self::F;
+    fn splat_bits(self, value: u32) -> Self::I;
+    fn and(self, a: Self::I, b: Self::I) -> Self::I;
+    fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    fn add_bits(self, a: Self::I, b: Self::I) -> Self::I;
+    fn shift_left<const N: u32>(self, a: Self::I) -> Self::I;
+    fn shift_right<const N: u32>(self, a: Self::I) -> Self::I;
+    fn select_bits(self, mask: Self::M, a: Self::I, b: Self::I) -> Self::I;
+    /// The values of integers below 2^31 in magnitude, as two's complement.
+    fn to_float(self, a: Self::I) -> Self::F;
+    /// The integers nearest to values below 2^31 in magnitude, ties to even.
+    fn to_int(self, a: Self::F) -> Self::I;
+
+    /// The sum of all lanes.
+    fn sum(self, a: Self::F) -> f32;
+    /// The largest lane, unless one is a NaN.
+    fn highest(self, a: Self::F) -> f32;
+    /// The sums of four vectors.
+    fn sum_4(self, a: [Self::F; 4]) -> [f32; 4];
+
+    /// Safety of all loads and stores: `LANES` elements from the pointer on, which need not be aligned, are readable,
+    /// or writable.
+    unsafe fn load(self, from: *const f32) -> Self::F;
+    unsafe fn store(self, to: *mut f32, a: Self::F);
+    unsafe fn load_u8(self, from: *const u8) -> Self::I;
+    /// Sign-extended.
+    unsafe fn load_i8(self, from: *const i8) -> Self::I;
+    unsafe fn load_u16(self, from: *const u16) -> Self::I;
+    /// The low bytes.
+    unsafe fn store_u8(self, to: *mut u8, a: Self::I);
+    /// The low halves.
+    unsafe fn store_u16(self, to: *mut u16, a: Self::I);
+    unsafe fn load_f16(self, from: *const u16) -> Self::F;
+    /// Rounded to nearest even; a NaN stays a NaN.
+    unsafe fn store_f16(self, to: *mut u16, a: Self::F);
+    unsafe fn load_e4m3(self, from: *const u8) -> Self::F;
+    unsafe fn load_e5m2(self, from: *const u8) -> Self::F;
+
+    /// Ask for the cache line of an address, valid or not.
+    fn prefetch(self, address: *const u8);
+}
+
+/// The widest `LANES` of all instruction sets.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// An instruction set that this processor has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Isa(Kind);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Portable(portable::Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(avx2::Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(avx512::Avx512),
+}
+
+impl Isa {
+    /// Names of all instruction sets that there are kernels for, the widest first.
+    pub const NAMES: [&'static str; 3] = ["avx512", "avx2", "portable"];
+
+    /// The instruction set of that name; None where the processor does not have it, or the name is unknown.
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
+            "portable" => Some(Self(Kind::Portable(portable::Portable))),
+            #[cfg(target_arch = "x86_64")]
+            "avx2" => avx2::Avx2::detect().map(|simd| Self(Kind::Avx2(simd))),
+            #[cfg(target_arch = "x86_64")]
+            "avx512" => avx512::Avx512::detect().map(|simd| Self(Kind::Avx512(simd))),
+            _ => None,
+        }
+    }
+
+    /// The widest instruction set that the processor has.
+    pub fn best() -> Self {
+        Self::NAMES
+            .iter()
+            .find_map(|name| Self::named(name))
+            .unwrap_or(Self(Kind::Portable(portable::Portable)))
+    }
+
+    /// One of `NAMES`.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Kind::Portable(_) => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "avx512",
+        }
+    }
+
+    /// f32 lanes of a vector.
+    pub(crate) fn lanes(self) -> usize {
+        match self.0 {
+            Kind::Portable(_) => portable::Portable::LANES,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => avx2::Avx2::LANES,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => avx512::Avx512::LANES,
+        }
+    }
+
+    /// Queries of a unit whose lanes are queries.
+    pub(crate) fn wide_rows(self) -> usize {
+        match self.0 {
+            Kind::Portable(_) => portable::Portable::VECTORS * portable::Portable::LANES,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => avx2::Avx2::VECTORS * avx2::Avx2::LANES,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => avx512::Avx512::VECTORS * avx512::Avx512::LANES,
+        }
+    }
+
+    pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
+        match self.0 {
+            Kind::Portable(simd) => simd.vectorize(task),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(simd) => simd.vectorize(task),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(simd) => simd.vectorize(task),
+        }
+    }
+}
+
+impl fmt::Debug for Isa {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(self.name())
+    }
+}
