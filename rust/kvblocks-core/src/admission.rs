@@ -63,7 +63,7 @@ impl Manager {
 
     /// What `allocate` with the same arguments would answer. O(hits).
     pub fn can_allocate(&mut self, prompt: &Prompt, options: AdmissionOptions) -> Answer<Admission> {
-        self.check_prompt(prompt)?;
+        self.check_request(prompt, options)?;
         Ok(self.plan_admission(prompt, options))
     }
 
@@ -72,7 +72,7 @@ impl Manager {
     /// At least one token is left to compute, see `FullHit`. A prompt from a preemption continues its own handle. The
     /// watermark, and what was promised to others, is ignored while nothing is live. O(blocks).
     pub fn allocate(&mut self, prompt: &Prompt, options: AdmissionOptions) -> Answer<Allocation> {
-        self.check_prompt(prompt)?;
+        self.check_request(prompt, options)?;
         let plan = match self.plan_admission(prompt, options) {
             Ok(plan) => plan,
             Err(refusal) => return Ok(Err(refusal)),
@@ -95,9 +95,7 @@ impl Manager {
         let evictions = self.pool.evictions;
         self.pool.take_many(plan.num_new_blocks, namespace, &mut seq.blocks);
         note_evictions(&mut self.counters, &mut self.pool, namespace, evictions);
-        seq.num_computed = cached;
-        seq.num_scheduled = cached;
-        seq.num_reserved = cached.max(options.reserve.unwrap_or(prompt.len()));
+        seq.start_at(cached, cached.max(options.reserve.unwrap_or(prompt.len())));
         seq.num_published = self.hits.len();
         if let Some(&last) = self.hits.last() {
             seq.tip = prefix::link(&self.pool.blocks, last);
@@ -128,6 +126,15 @@ impl Manager {
         self.note_peaks();
         let handle = key;
         Ok(Ok(Allocation { handle, num_cached_tokens: cached, num_new_tokens: prompt.len() - cached }))
+    }
+
+    fn check_request(&self, prompt: &Prompt, options: AdmissionOptions) -> Result<()> {
+        let tokens = prompt.len().max(options.reserve.unwrap_or(0));
+        if tokens > i32::MAX as usize && self.size.blocks(tokens) <= self.capacity() {
+            let expected = format!("at most {}, what a sequence can hold", i32::MAX);
+            return Err(Error::Value { argument: "tokens to reserve", got: tokens as i64, expected });
+        }
+        self.check_prompt(prompt)
     }
 
     fn check_prompt(&self, prompt: &Prompt) -> Result<()> {

@@ -48,17 +48,22 @@ impl Manager {
 
     fn check_sequence(&self, name: &str, seq: &Sequence, report: &mut Report) {
         let (size, cursors) = (self.size.get(), seq.cursors());
-        report.expect(seq.num_computed <= seq.num_scheduled && seq.num_scheduled <= seq.num_reserved, || {
-            format!("{name}: cursors out of order: {cursors:?}")
-        });
-        report.equal(&format!("{name}: table length"), seq.blocks.len(), seq.num_reserved.div_ceil(size));
+        report.expect(
+            seq.num_computed() <= seq.num_scheduled() && seq.num_scheduled() <= seq.num_reserved(),
+            || format!("{name}: cursors out of order: {cursors:?}"),
+        );
+        report.equal(&format!("{name}: table length"), seq.blocks.len(), seq.num_reserved().div_ceil(size));
         let named: Vec<_> = seq.blocks.iter().filter(|&&block| block != BlockId::HOLE).collect();
         let distinct: HashSet<_> = named.iter().collect();
         report.equal(&format!("{name}: distinct blocks"), distinct.len(), named.len());
         let in_flight: usize = seq.in_flight.iter().map(|step| step.num_new as usize).sum();
-        report.equal(&format!("{name}: tokens in flight"), seq.num_scheduled - seq.num_computed, in_flight);
-        let full = if self.pool.index.is_some() { seq.num_computed / size } else { 0 };
-        let most = if self.publish == Publish::OnSchedule { seq.num_scheduled / size } else { full };
+        report.equal(
+            &format!("{name}: tokens in flight"),
+            seq.num_scheduled() - seq.num_computed(),
+            in_flight,
+        );
+        let full = if self.pool.index.is_some() { seq.num_computed() / size } else { 0 };
+        let most = if self.publish == Publish::OnSchedule { seq.num_scheduled() / size } else { full };
         let published = seq.num_published;
         report.expect(seq.unlisted || (full <= published && published <= most), || {
             format!("{name}: {published} blocks published, expected {full} to {most}")
@@ -66,7 +71,7 @@ impl Manager {
         for (column, &block) in seq.blocks.iter().enumerate().filter(|(_, &block)| block != BlockId::HOLE) {
             let listed = seq.unlisted || column >= published || self.pool.is_published(block);
             report.expect(listed, || format!("{name}: column {column} is not published"));
-            let computed = seq.num_computed.saturating_sub(column * size).min(size);
+            let computed = seq.num_computed().saturating_sub(column * size).min(size);
             report.expect(self.pool.fill(block) >= computed, || {
                 format!(
                     "{name}: column {column} holds {computed} tokens, its mark is {}",
@@ -74,17 +79,20 @@ impl Manager {
                 )
             });
         }
+        let (column, offset) = (seq.num_scheduled() / size, seq.num_scheduled() % size);
         if seq.room > 0 {
-            report.equal(
-                &format!("{name}: room"),
-                seq.room as usize,
-                seq.blocks.len() * size - seq.num_scheduled,
-            );
-            let (block, offset) = (seq.blocks[seq.num_scheduled / size], seq.num_scheduled % size);
-            report.equal(&format!("{name}: next slot"), seq.next_slot, block.index() * size + offset);
-            report.equal(&format!("{name}: left in block"), seq.left_in_block as usize, size - offset);
-            let writable = offset == 0 || self.pool.is_private(block);
-            report.expect(writable, || format!("{name}: room in {block:?}, which others own"));
+            report.equal(&format!("{name}: room"), seq.room as usize, size - offset);
+            report.equal(&format!("{name}: tail"), seq.tail, seq.blocks[column]);
+            let writable = offset == 0 || self.pool.is_private(seq.blocks[column]);
+            report.expect(writable, || format!("{name}: room in {:?}, which others own", seq.blocks[column]));
+        }
+        let mut position = seq.num_computed();
+        for step in seq.in_flight.iter() {
+            if step.block != BlockId::HOLE {
+                report.equal(&format!("{name}: block in flight"), step.block, seq.blocks[position / size]);
+                report.equal(&format!("{name}: tokens in flight there"), step.num_new, 1);
+            }
+            position += step.num_new as usize;
         }
         report
             .expect(!seq.is_preempted || seq.blocks.is_empty(), || format!("{name}: preempted with blocks"));

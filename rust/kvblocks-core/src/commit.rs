@@ -5,7 +5,7 @@
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle};
-use crate::manager::{check_member, settle, Counts, Manager};
+use crate::manager::{settle, Counts, Manager};
 use crate::pool::{Pool, AHEAD};
 use crate::prefix;
 use crate::sequence::{InFlight, Sequence};
@@ -22,16 +22,15 @@ impl Manager {
         let (mut num_unknown, mut num_accepted) = (0, 0);
         for (row, &handle) in handles.iter().enumerate() {
             let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
-            check_member(seq, handle, self.batch, true)?;
-            let count = counts.at(row);
-            match seq.in_flight.oldest() {
-                Some(step) if count == step.num_new as usize => {}
-                Some(step) if count < step.num_new as usize && seq.in_flight.len() == 1 => {
-                    check_unused(seq, &self.pool, row, handle, seq.num_computed + count)?;
-                }
-                step => return Err(wrong_count(row, count, step)),
+            if seq.seen == self.batch {
+                return Err(Error::DuplicateHandle(handle));
             }
-            num_unknown += (seq.num_computed + count).saturating_sub(seq.num_known());
+            seq.seen = self.batch;
+            let count = counts.at(row);
+            if seq.in_flight.oldest().is_none_or(|step| count != step.num_new as usize) {
+                check_partial(seq, &self.pool, row, handle, count)?;
+            }
+            num_unknown += (seq.num_computed() + count).saturating_sub(seq.num_known());
             num_accepted += count;
         }
         let all_given = ids.len() == num_accepted && num_accepted > num_unknown;
@@ -41,28 +40,40 @@ impl Manager {
             return Err(Error::Length { argument: "tokens", got: ids.len(), expected: num_unknown });
         }
         let mut rest = ids;
+        // Slots written by plain rows, of neighbours in the same namespace.
+        let (mut num_written, mut namespace) = (0, 0);
         for (row, &handle) in handles.iter().enumerate() {
             let seq = &mut self.seqs[handle];
             let count = counts.at(row);
-            let unknown = (seq.num_computed + count).saturating_sub(seq.num_known());
+            let unknown = (seq.num_computed() + count).saturating_sub(seq.num_known());
             let (own, others) = rest.split_at(if all_given { count } else { unknown });
-            let own = &own[own.len() - unknown..];
             rest = others;
-            if let Some(step) = seq.in_flight.pop_oldest() {
-                accept(seq, &mut self.pool, count, own);
-                if !seq.retired.is_empty() {
-                    release_retired(seq, &mut self.pool, |steps| steps - 1);
+            let Some(step) = seq.in_flight.pop_oldest() else { continue };
+            match own {
+                [id] if unknown == 1 && step.block != BlockId::HOLE => {
+                    if seq.namespace != namespace {
+                        self.pool.count_written(std::mem::take(&mut num_written), namespace);
+                        namespace = seq.namespace;
+                    }
+                    num_written += self.pool.store_one(step.block, self.size.offset(seq.num_computed()), *id);
+                    seq.computed += 1;
                 }
+                _ => accept(seq, &mut self.pool, count, &own[own.len() - unknown..]),
+            }
+            if self.merge && !seq.retired.is_empty() {
+                release_retired(seq, &mut self.pool, |steps| steps - 1);
+            }
+            if self.size.offset(seq.num_computed()) < count {
+                // It has filled a block.
                 seq.publish_full(&mut self.pool, self.merge);
-                if count < step.num_new as usize {
-                    roll_back(seq, &mut self.pool, seq.num_computed, step);
-                    settle(seq, &mut self.counters, &mut self.pool);
-                }
-                if seq.blocks.capacity() - seq.blocks.len() < 4 {
-                    seq.blocks.reserve(seq.blocks.len() / 4 + 16);
-                }
+                seq.keep_room_to_grow();
+            }
+            if count < step.num_new as usize {
+                roll_back(seq, &mut self.pool, seq.num_computed(), step);
+                settle(seq, &mut self.counters, &mut self.pool);
             }
         }
+        self.pool.count_written(num_written, namespace);
         // A merge may revive a cached block before the steps in flight let go of the one it replaces.
         self.note_peaks();
         Ok(())
@@ -74,8 +85,8 @@ impl Manager {
         for (row, &handle) in handles.iter().enumerate() {
             let seq = &self.seqs[handle];
             let count = counts.at(row);
-            let end = (seq.num_computed + count).min(seq.num_known());
-            let known = seq.prompt.ids.get(seq.num_computed..end).unwrap_or_default();
+            let end = (seq.num_computed() + count).min(seq.num_known());
+            let known = seq.prompt.ids.get(seq.num_computed()..end).unwrap_or_default();
             if let Some(wrong) = known.iter().zip(&ids[at..at + count]).position(|(known, id)| known != id) {
                 let expected = format!("{}, the known id of that token", known[wrong]);
                 let got = i64::from(ids[at + wrong]);
@@ -95,12 +106,12 @@ impl Manager {
                 let expected = "a sequence with a step in flight".to_owned();
                 return Err(Error::Row { argument: "handles", row, got: handle.0, expected });
             };
-            check_unused(seq, &self.pool, row, handle, seq.num_scheduled - step.num_new as usize)?;
+            check_unused(seq, &self.pool, row, handle, seq.num_scheduled() - step.num_new as usize)?;
         }
         for &handle in handles {
             let seq = &mut self.seqs[handle];
             if let Some(step) = seq.in_flight.pop_newest() {
-                let scheduled = seq.num_scheduled - step.num_new as usize;
+                let scheduled = seq.num_scheduled() - step.num_new as usize;
                 roll_back(seq, &mut self.pool, scheduled, step);
                 // The steps that merged blocks wait for are the ones that are left.
                 let left = seq.in_flight.len();
@@ -109,6 +120,18 @@ impl Manager {
             }
         }
         Ok(())
+    }
+}
+
+/// Refuse a count that is not that of the oldest step, unless the rest of the step can be rolled back.
+#[cold]
+fn check_partial(seq: &Sequence, pool: &Pool, row: usize, handle: SeqHandle, count: usize) -> Result<()> {
+    match seq.in_flight.oldest() {
+        _ if seq.is_preempted => Err(Error::Preempted(handle)),
+        Some(step) if count < step.num_new as usize && seq.in_flight.len() == 1 => {
+            check_unused(seq, pool, row, handle, seq.num_computed() + count)
+        }
+        step => Err(wrong_count(row, count, step)),
     }
 }
 
@@ -137,11 +160,11 @@ fn wrong_count(row: usize, count: usize, step: Option<InFlight>) -> Error {
 /// Store the ids of the next `count` tokens, the prompt's first, then `ids`.
 #[inline]
 fn accept(seq: &mut Sequence, pool: &mut Pool, count: usize, ids: &[u32]) {
-    let end = seq.num_computed + count;
-    let from_prompt = seq.prompt.ids.get(seq.num_computed..end.min(seq.prompt_len)).unwrap_or_default();
-    pool.store(&seq.blocks, seq.namespace, seq.num_computed, from_prompt);
+    let end = seq.num_computed() + count;
+    let from_prompt = seq.prompt.ids.get(seq.num_computed()..end.min(seq.prompt_len())).unwrap_or_default();
+    pool.store(&seq.blocks, seq.namespace, seq.num_computed(), from_prompt);
     pool.store(&seq.blocks, seq.namespace, end - ids.len(), ids);
-    seq.num_computed = end;
+    seq.computed = end as u32;
 }
 
 /// Return to `scheduled` tokens and to the reservation before `step`.
@@ -151,12 +174,12 @@ fn roll_back(seq: &mut Sequence, pool: &mut Pool, scheduled: usize, step: InFlig
     // Published when scheduled: computed by nobody now, and hit by nobody.
     seq.withdraw_from(full, pool);
     for column in full..seq.num_published {
-        pool.lower_fill(seq.blocks[column], size.within(seq.num_computed, column));
+        pool.lower_fill(seq.blocks[column], size.within(seq.num_computed(), column));
     }
     seq.retract(full, pool);
-    seq.num_scheduled = scheduled;
-    seq.num_reserved = (step.reserved_before as usize).max(scheduled).min(seq.num_reserved);
-    seq.shrink(size.blocks(seq.num_reserved), pool);
+    seq.scheduled = scheduled as u32;
+    seq.reserved = step.reserved_before.max(seq.scheduled).min(seq.reserved);
+    seq.shrink(size.blocks(seq.num_reserved()), pool);
     seq.room = 0;
 }
 
@@ -172,10 +195,17 @@ fn release_retired(seq: &mut Sequence, pool: &mut Pool, left: impl Fn(usize) -> 
 }
 
 impl Sequence {
+    /// Room in the table for the next blocks, so that scheduling never allocates.
+    fn keep_room_to_grow(&mut self) {
+        if self.blocks.capacity() - self.blocks.len() < 4 {
+            self.blocks.reserve(self.blocks.len() / 4 + 16);
+        }
+    }
+
     /// Publish the blocks that the computed tokens fill.
     #[inline]
     pub(crate) fn publish_full(&mut self, pool: &mut Pool, merge: bool) {
-        let full = pool.block_size.column(self.num_computed);
+        let full = pool.block_size.column(self.num_computed());
         if self.may_publish(full, pool) {
             self.publish_until(full, pool, merge);
         }
@@ -186,7 +216,7 @@ impl Sequence {
         let size = pool.block_size;
         let full = size.column(len);
         if self.may_publish(full, pool) {
-            let from = self.num_published.max(size.column(self.num_computed)) * size.get();
+            let from = self.num_published.max(size.column(self.num_computed())) * size.get();
             pool.store(&self.blocks, self.namespace, from, &self.prompt.ids[from..full * size.get()]);
             self.publish_until(full, pool, false);
         }
@@ -202,7 +232,7 @@ impl Sequence {
         let size = pool.block_size.get();
         pool.namespaces.add_refs(self.namespace, full - self.num_published);
         for column in self.num_published..full {
-            let in_prompt = (column + 1) * size <= self.prompt_len;
+            let in_prompt = (column + 1) * size <= self.prompt_len();
             let digest = if in_prompt { self.prompt.hashes.get(column).copied() } else { None };
             let block = self.blocks[column];
             if let (Some(&ahead), Some(index)) = (self.prompt.hashes.get(column + AHEAD), &pool.index) {
@@ -228,10 +258,10 @@ impl Sequence {
         pool.share(older);
         pool.namespaces.touch(self.namespace);
         self.blocks[column] = older;
-        let (room, left) = (self.room, self.left_in_block);
+        let room = self.room;
         self.touch(column);
         // The next slot lies beyond the merged block.
-        (self.room, self.left_in_block) = (room, left);
+        self.room = room;
         if pool.refs(block) == 1 {
             pool.withdraw(block);
         }

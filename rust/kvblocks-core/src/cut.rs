@@ -39,8 +39,8 @@ impl Manager {
         for (row, &handle) in handles.iter().enumerate() {
             let seq = &self.seqs[handle];
             let length = lengths.at(row);
-            let most = seq.num_known().max(seq.num_scheduled);
-            let least = if seq.in_flight.len() == 0 { 0 } else { seq.num_scheduled };
+            let most = seq.num_known().max(seq.num_scheduled());
+            let least = if seq.in_flight.len() == 0 { 0 } else { seq.num_scheduled() };
             if length > most || length < least {
                 let expected = match length > most {
                     true => format!("at most its {most} tokens"),
@@ -80,14 +80,14 @@ impl Manager {
             let expected = format!("start <= end <= {}, the tokens of the sequence", seq.num_known());
             return Err(Error::Value { argument: "end of the range", got: end as i64, expected });
         }
-        let (first, last) = (self.size.blocks(start), self.size.column(end.min(seq.num_computed)));
+        let (first, last) = (self.size.blocks(start), self.size.column(end.min(seq.num_computed())));
         if first >= last {
             return Ok(Dropped::default());
         }
-        if last * self.size.get() > seq.prompt_len {
+        if last * self.size.get() > seq.prompt_len() {
             // The ids beside the blocks go with them: keep all of them in the prompt.
             let ids = seq.history(&self.pool);
-            seq.prompt_len = ids.len();
+            seq.prompted = ids.len() as u32;
             seq.prompt = Arc::new(self.preparer.extended(&seq.prompt, ids, &[]));
         }
         let mut num_blocks = 0;
@@ -147,7 +147,7 @@ impl Manager {
             };
             let own = rest.split_off(..counts.at(row)).unwrap_or_default();
             for (i, &index) in own.iter().enumerate().filter(|&(i, &index)| i as i32 != index) {
-                slots.push([slot(seq.num_computed + index as usize), slot(seq.num_computed + i)]);
+                slots.push([slot(seq.num_computed() + index as usize), slot(seq.num_computed() + i)]);
             }
         }
         Ok(())
@@ -158,25 +158,26 @@ impl Sequence {
     /// Cut to `length` tokens; returns the blocks left without an owner.
     fn cut(&mut self, length: usize, spare: Spare, pool: &mut Pool) -> usize {
         let size = pool.block_size;
-        let kept = size.blocks(length.min(self.num_reserved));
+        let kept = size.blocks(length.min(self.num_reserved()));
         let orphaned = match spare {
             Spare::Free => self.shrink(kept, pool),
             Spare::Keep => self.drop_owned_elsewhere(kept, pool),
         };
         self.room = 0;
-        self.prompt_len = self.prompt_len.min(length);
-        self.num_computed = self.num_computed.min(length);
-        self.num_scheduled = self.num_scheduled.min(length);
-        self.num_reserved = match spare {
-            Spare::Free => self.num_reserved.min(length),
-            Spare::Keep => self.num_reserved.min(self.blocks.len() * size.get()),
+        let reserved = match spare {
+            Spare::Free => length,
+            Spare::Keep => self.blocks.len() * size.get(),
         };
-        if let Some(&tail) = self.blocks.get(size.column(self.num_computed)) {
+        self.prompted = self.prompted.min(length as u32);
+        self.computed = self.computed.min(length as u32);
+        self.scheduled = self.scheduled.min(length as u32);
+        self.reserved = self.num_reserved().min(reserved) as u32;
+        if let Some(&tail) = self.blocks.get(size.column(self.num_computed())) {
             if tail != BlockId::HOLE && pool.is_private(tail) {
-                pool.lower_fill(tail, size.offset(self.num_computed));
+                pool.lower_fill(tail, size.offset(self.num_computed()));
             }
         }
-        self.retract(size.column(self.num_scheduled), pool);
+        self.retract(size.column(self.num_scheduled()), pool);
         orphaned
     }
 

@@ -44,6 +44,7 @@ mod sequence;
 mod sequences;
 mod stats;
 mod step;
+mod step_arrays;
 mod transfer;
 mod usage;
 
@@ -59,6 +60,7 @@ pub use manager::{Config, Counts, FullHit, Manager, Publish, Refusal};
 pub use prompt::{Preparer, Prompt};
 pub use sequence::Cursors;
 pub use stats::{Fragmentation, Sample, Stats};
-pub use step::{Policy, RowState, Scheduled, StepArrays, StepRequest};
+pub use step::{Policy, Scheduled, StepRequest};
+pub use step_arrays::{RowState, StepArrays};
 pub use transfer::{Outcome, Pending};
 pub use usage::{SequenceUsage, Usage};

@@ -147,7 +147,7 @@ impl Manager {
     /// Make `times` more owners of the blocks that a sequence has computed. O(blocks), whatever the number.
     fn share_computed(&mut self, handle: SeqHandle, times: usize) {
         let seq = &self.seqs[handle];
-        let len = if times == 0 { 0 } else { self.size.blocks(seq.num_computed) };
+        let len = if times == 0 { 0 } else { self.size.blocks(seq.num_computed()) };
         for &block in seq.blocks[..len].iter().filter(|&&block| block != BlockId::HOLE) {
             self.pool.share_times(block, times as u32);
         }
@@ -159,7 +159,7 @@ impl Manager {
         let parent = &mut self.seqs[handle];
         // Its tail may be shared from now on.
         parent.room = 0;
-        let computed = parent.num_computed;
+        let computed = parent.num_computed();
         blocks.clear();
         let len = self.size.blocks(computed);
         blocks.reserve(len + len / 4 + 16);
@@ -167,30 +167,28 @@ impl Manager {
         let parent = &self.seqs[handle];
         self.pool.namespaces.join(parent.namespace);
         let mut child = Sequence {
-            prompt_len: parent.prompt_len,
+            prompted: parent.prompted,
             blocks,
             num_holes: parent.num_holes,
-            num_computed: computed,
-            num_scheduled: computed,
-            num_reserved: computed,
             num_published: parent.num_published,
             tip: parent.tip,
             unlisted: parent.unlisted,
             ..Sequence::new(Arc::clone(&parent.prompt), parent.namespace)
         };
+        child.start_at(computed, computed);
         child.retract(self.size.column(computed), &self.pool);
         child
     }
 
     /// The history as a prompt: digests known from the prompt and from published blocks are not computed again.
     fn hashed_history(&self, seq: &Sequence) -> Arc<Tokens> {
-        if seq.num_known() == seq.prompt.ids.len() && seq.num_known() == seq.prompt_len {
+        if seq.num_known() == seq.prompt.ids.len() && seq.num_known() == seq.prompt_len() {
             return Arc::clone(&seq.prompt);
         }
         let mut known = Vec::new();
         if self.pool.index.is_some() {
             for (column, &block) in seq.blocks.iter().enumerate() {
-                let in_prompt = (column + 1) * self.size.get() <= seq.prompt_len;
+                let in_prompt = (column + 1) * self.size.get() <= seq.prompt_len();
                 if in_prompt {
                     known.push(seq.prompt.hashes[column]);
                 } else if column < seq.num_published

@@ -314,8 +314,16 @@ impl Pool {
         self.count_written(raised, namespace);
     }
 
+    /// Write the id of one token and raise its block's mark; returns by how much, which the caller counts. O(1).
     #[inline]
-    fn count_written(&mut self, raised: u32, namespace: u32) {
+    pub fn store_one(&mut self, block: BlockId, offset: usize, id: u32) -> u32 {
+        self.blocks.write_tokens(block, offset, &[id]);
+        self.raise_uncounted(block, offset + 1)
+    }
+
+    /// Count slots by which marks were raised. O(1).
+    #[inline]
+    pub fn count_written(&mut self, raised: u32, namespace: u32) {
         self.used_slots += u64::from(raised);
         self.namespaces.usage(namespace).used_slots += u64::from(raised);
     }

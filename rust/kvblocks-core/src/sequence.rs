@@ -33,26 +33,32 @@ pub struct Cursors {
 }
 
 /// A step that was scheduled and not yet committed.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(crate) struct InFlight {
     pub num_new: u32,
     /// `num_reserved` before the step, to which a rejection returns.
     pub reserved_before: u32,
+    /// Where its only token goes; a hole for a step of several tokens, or one whose table has changed since.
+    pub block: BlockId,
 }
 
 /// Steps that a sequence may have in flight: a bound, so that scheduling never allocates.
 pub(crate) const MAX_IN_FLIGHT: usize = 8;
 
-/// The steps in flight of a sequence, oldest first.
-#[derive(Clone, Copy, Default)]
+/// The steps in flight of a sequence, oldest first. Nearly always there is one, so the others move up.
+#[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Pipeline {
-    head: u8,
-    len: u8,
+    len: u32,
     steps: [InFlight; MAX_IN_FLIGHT],
 }
 
 impl Pipeline {
+    fn new() -> Self {
+        let none = InFlight { num_new: 0, reserved_before: 0, block: BlockId::HOLE };
+        Self { len: 0, steps: [none; MAX_IN_FLIGHT] }
+    }
+
     #[inline]
     pub fn len(&self) -> usize {
         self.len as usize
@@ -60,13 +66,13 @@ impl Pipeline {
 
     #[inline]
     pub fn oldest(&self) -> Option<InFlight> {
-        (self.len > 0).then(|| self.steps[self.head as usize])
+        (self.len > 0).then_some(self.steps[0])
     }
 
     /// The caller has checked that there is room.
     #[inline]
     pub fn push(&mut self, step: InFlight) {
-        self.steps[(self.head as usize + self.len()) % MAX_IN_FLIGHT] = step;
+        self.steps[self.len()] = step;
         self.len += 1;
     }
 
@@ -74,14 +80,14 @@ impl Pipeline {
     pub fn pop_oldest(&mut self) -> Option<InFlight> {
         let step = self.oldest()?;
         self.len -= 1;
-        // An engine that commits each step before the next stays in the first place, and its cache line.
-        self.head = if self.len == 0 { 0 } else { (self.head + 1) % MAX_IN_FLIGHT as u8 };
+        if self.len > 0 {
+            self.steps.copy_within(1.., 0);
+        }
         Some(step)
     }
 
     pub fn newest(&self) -> Option<InFlight> {
-        let last = self.len().checked_sub(1)?;
-        Some(self.steps[(self.head as usize + last) % MAX_IN_FLIGHT])
+        self.iter().next_back()
     }
 
     pub fn pop_newest(&mut self) -> Option<InFlight> {
@@ -90,8 +96,13 @@ impl Pipeline {
         Some(step)
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = InFlight> + '_ {
-        (0..self.len()).map(|i| self.steps[(self.head as usize + i) % MAX_IN_FLIGHT])
+    /// The table changes: look blocks up when they are needed.
+    fn forget_blocks(&mut self) {
+        self.steps.iter_mut().for_each(|step| step.block = BlockId::HOLE);
+    }
+
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = InFlight> + '_ {
+        self.steps[..self.len()].iter().copied()
     }
 }
 
@@ -106,7 +117,7 @@ pub(crate) struct Share {
     pub ahead: usize,
 }
 
-/// What a decode step reads and writes stands in the first two cache lines.
+/// What a plain decode row reads and writes stands in the first cache line, up to the oldest step in flight.
 #[repr(C, align(64))]
 pub(crate) struct Sequence {
     /// Of the place in the arena; odd while it is taken.
@@ -116,24 +127,23 @@ pub(crate) struct Sequence {
     pub epoch: u32,
     /// Length of the block table.
     pub num_cols: u32,
-    pub num_computed: usize,
-    pub num_scheduled: usize,
-    pub num_reserved: usize,
-    /// Slot of `num_scheduled`; right while `room > 0`.
-    pub next_slot: usize,
-    /// Slots from `num_scheduled` on that may be written without asking the pool; 0 if that is not known.
+    pub computed: u32,
+    pub scheduled: u32,
+    pub reserved: u32,
+    /// Leading tokens of `prompt` that belong to this sequence; a truncation lowers it.
+    pub prompted: u32,
+    /// Where the next token goes; right while `room > 0`.
+    pub tail: BlockId,
+    /// Slots at the end of `tail`, from `num_scheduled` on, that may be written without asking the pool; 0 if that is
+    /// not known.
     pub room: u32,
-    /// Slots left in the block of `next_slot`; right while `room > 0`.
-    pub left_in_block: u32,
+    pub namespace: u32,
+    pub in_flight: Pipeline,
     pub is_preempted: bool,
     /// Its namespace was dropped, or the parent of its next block: what it computes is not published.
     pub unlisted: bool,
-    pub in_flight: Pipeline,
-    /// Leading tokens of `prompt` that belong to this sequence; a truncation lowers it.
-    pub prompt_len: usize,
     pub blocks: Vec<BlockId>,
     pub share: Share,
-    pub namespace: u32,
     /// Holes among `blocks`.
     pub num_holes: usize,
     /// First column that the last change of `epoch` touched.
@@ -155,16 +165,15 @@ impl Sequence {
             seen: 0,
             epoch: 0,
             num_cols: 0,
-            num_computed: 0,
-            num_scheduled: 0,
-            num_reserved: 0,
-            next_slot: 0,
+            computed: 0,
+            scheduled: 0,
+            reserved: 0,
+            tail: BlockId::HOLE,
             room: 0,
-            left_in_block: 0,
             is_preempted: false,
             unlisted: false,
-            in_flight: Pipeline::default(),
-            prompt_len: prompt.ids.len(),
+            in_flight: Pipeline::new(),
+            prompted: prompt.ids.len() as u32,
             blocks: Vec::new(),
             share: Share::default(),
             namespace,
@@ -184,16 +193,41 @@ impl Sequence {
     }
 
     #[inline]
+    pub fn num_computed(&self) -> usize {
+        self.computed as usize
+    }
+
+    #[inline]
+    pub fn num_scheduled(&self) -> usize {
+        self.scheduled as usize
+    }
+
+    #[inline]
+    pub fn num_reserved(&self) -> usize {
+        self.reserved as usize
+    }
+
+    #[inline]
+    pub fn prompt_len(&self) -> usize {
+        self.prompted as usize
+    }
+
+    #[inline]
     pub fn num_known(&self) -> usize {
-        self.num_computed.max(self.prompt_len)
+        self.computed.max(self.prompted) as usize
+    }
+
+    /// Begin with tokens that are computed already, and room for others.
+    pub fn start_at(&mut self, computed: usize, reserved: usize) {
+        (self.computed, self.scheduled, self.reserved) = (computed as u32, computed as u32, reserved as u32);
     }
 
     pub fn cursors(&self) -> Cursors {
         Cursors {
             num_tokens: self.num_known(),
-            num_computed: self.num_computed,
-            num_scheduled: self.num_scheduled,
-            num_reserved: self.num_reserved,
+            num_computed: self.num_computed(),
+            num_scheduled: self.num_scheduled(),
+            num_reserved: self.num_reserved(),
             num_blocks: self.blocks.len(),
             is_preempted: self.is_preempted,
         }
@@ -201,9 +235,9 @@ impl Sequence {
 
     /// The block that the next scheduled token shares with earlier ones; None if it opens a block.
     pub fn partial_tail(&self, size: BlockSize) -> Option<BlockId> {
-        match size.offset(self.num_scheduled) {
+        match size.offset(self.num_scheduled()) {
             0 => None,
-            _ => self.blocks.get(size.column(self.num_scheduled)).copied(),
+            _ => self.blocks.get(size.column(self.num_scheduled())).copied(),
         }
     }
 
@@ -223,6 +257,7 @@ impl Sequence {
         self.epoch = self.epoch.wrapping_add(1);
         self.changed_col = column;
         self.room = 0;
+        self.in_flight.forget_blocks();
     }
 
     /// The blocks that it has a reference to: those in its table, and merged ones.
@@ -233,13 +268,22 @@ impl Sequence {
 
     /// Find the slot of the next token, its block being writable.
     pub fn aim(&mut self, size: BlockSize) {
-        let room = self.blocks.len() * size.get() - self.num_scheduled;
-        self.room = room.min(u32::MAX as usize) as u32;
-        if room > 0 {
-            let offset = size.offset(self.num_scheduled);
-            self.next_slot = self.blocks[size.column(self.num_scheduled)].index() * size.get() + offset;
-            self.left_in_block = (size.get() - offset) as u32;
+        self.room = 0;
+        if let Some(&block) = self.blocks.get(size.column(self.num_scheduled())) {
+            self.tail = block;
+            self.room = (size.get() - size.offset(self.num_scheduled())) as u32;
         }
+    }
+
+    /// Schedule one token, `room` being above 0, and so a step more; returns its slot.
+    #[inline]
+    pub fn advance(&mut self, size: BlockSize) -> usize {
+        let step = InFlight { num_new: 1, reserved_before: self.reserved, block: self.tail };
+        self.in_flight.push(step);
+        let slot = (self.tail.index() + 1) * size.get() - self.room as usize;
+        self.scheduled += 1;
+        self.room -= 1;
+        slot
     }
 
     /// Blocks that the table names, holes not counted, and what else is counted for it.
@@ -249,7 +293,7 @@ impl Sequence {
         Share {
             blocks: self.blocks.len() - self.num_holes,
             promised,
-            ahead: self.num_reserved - self.num_scheduled,
+            ahead: self.num_reserved() - self.num_scheduled(),
         }
     }
 
@@ -257,14 +301,14 @@ impl Sequence {
     pub fn history(&self, pool: &Pool) -> Vec<u32> {
         let mut ids = Vec::with_capacity(self.num_known());
         for (column, &block) in self.blocks.iter().enumerate() {
-            let computed = pool.block_size.within(self.num_computed, column);
+            let computed = pool.block_size.within(self.num_computed(), column);
             if block == BlockId::HOLE {
                 ids.extend_from_slice(&self.prompt.ids[ids.len()..ids.len() + computed]);
             } else {
                 ids.extend_from_slice(&pool.blocks.tokens(block)[..computed]);
             }
         }
-        ids.extend_from_slice(self.prompt.ids.get(ids.len()..self.prompt_len).unwrap_or_default());
+        ids.extend_from_slice(self.prompt.ids.get(ids.len()..self.prompt_len()).unwrap_or_default());
         ids
     }
 
@@ -312,7 +356,7 @@ impl Sequence {
     /// Release everything, merged blocks included; returns how many blocks nobody owns any more. What was published when
     /// it was scheduled and never committed cannot be found any more.
     pub fn release_all(&mut self, pool: &mut Pool) -> usize {
-        self.withdraw_from(pool.block_size.column(self.num_computed), pool);
+        self.withdraw_from(pool.block_size.column(self.num_computed()), pool);
         let retired = std::mem::take(&mut self.retired);
         let merged = retired.into_iter().filter(|&(block, _)| pool.release(block)).count();
         merged + self.shrink(0, pool)

@@ -1,0 +1,197 @@
+//! The index arrays of a step, as the caller owns them, and what is written into each row. Imports `block_size`, `ids`,
+//! `sequence`, `sequences`.
+//!
+//! Invariant: a row of `block_tables` shows what its `RowState` says, so that only what differs is written.
+
+use std::ops::Range;
+
+use crate::block_size::BlockSize;
+use crate::ids::{BlockId, SeqHandle};
+use crate::manager::Counts;
+use crate::sequence::{InFlight, Sequence};
+use crate::sequences::Sequences;
+use crate::step::{Scheduled, StepRequest};
+
+/// What stands in a row of `block_tables`, so that an unchanged prefix is not written again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RowState {
+    handle: SeqHandle,
+    epoch: u32,
+    num_cols: u32,
+}
+
+/// The caller's index arrays. `rows` belongs to `block_tables`: default values where a row holds only padding.
+pub struct StepArrays<'a> {
+    /// int32 `[max_seqs, max_blocks]`, rows `max_blocks` apart.
+    pub block_tables: &'a mut [i32],
+    /// Columns of `block_tables`.
+    pub max_blocks: usize,
+    /// int64 `[max_tokens]`.
+    pub slot_mapping: &'a mut [i64],
+    /// int32 `[max_tokens]`.
+    pub positions: &'a mut [i32],
+    /// int32 `[max_seqs]`.
+    pub seq_lens: &'a mut [i32],
+    /// int32 `[max_seqs + 1]`.
+    pub query_start_loc: &'a mut [i32],
+    /// int32 `[max_seqs, 2]`: source, destination.
+    pub copies: &'a mut [i32],
+    /// int32 `[max_seqs, 3]`: row, first column, columns of `block_tables` that the step changed.
+    pub changes: &'a mut [i32],
+    /// `[max_seqs]`.
+    pub rows: &'a mut [RowState],
+}
+
+impl StepArrays<'_> {
+    /// Schedule the leading `rows` that are plain; returns how many. A plain row has one new token, in a block that the
+    /// sequence may write, it keeps its distance to what is reserved, and its row shows its table: nothing changes but
+    /// its cursors.
+    pub(crate) fn write_plain_rows(
+        &mut self,
+        seqs: &mut Sequences,
+        request: &StepRequest,
+        rows: Range<usize>,
+        size: BlockSize,
+        step: &mut Scheduled,
+    ) -> usize {
+        // One loop for the same counts in all rows, one for the others.
+        match (request.num_new, request.lookahead) {
+            (Counts::All(num_new), Counts::All(lookahead)) => {
+                self.write_plain(seqs, request.handles, rows, size, step, |_| {
+                    [num_new as u32, lookahead as u32]
+                })
+            }
+            (num_new, lookahead) => self.write_plain(seqs, request.handles, rows, size, step, |row| {
+                [num_new.at(row) as u32, lookahead.at(row) as u32]
+            }),
+        }
+    }
+
+    #[inline(never)]
+    fn write_plain(
+        &mut self,
+        seqs: &mut Sequences,
+        handles: &[SeqHandle],
+        rows: Range<usize>,
+        size: BlockSize,
+        step: &mut Scheduled,
+        counts: impl Fn(usize) -> [u32; 2],
+    ) -> usize {
+        let (first, num_tokens) = (rows.start, step.num_tokens);
+        // Slices of one length, so that the loop checks one bound.
+        let most = rows.len().min(self.slot_mapping.len() - num_tokens);
+        let handles = &handles[rows][..most];
+        let shown = &self.rows[first..][..most];
+        let slots = &mut self.slot_mapping[num_tokens..][..most];
+        let positions = &mut self.positions[num_tokens..][..most];
+        let lens = &mut self.seq_lens[first..][..most];
+        let ends = &mut self.query_start_loc[first + 1..][..most];
+        let (mut at, mut max_cols) = (0, step.max_blocks as u32);
+        while at < most {
+            let (handle, [num_new, lookahead]) = (handles[at], counts(first + at));
+            let seq = &mut seqs[handle];
+            let shows_table = shown[at] == RowState { handle, epoch: seq.epoch, num_cols: seq.num_cols };
+            let keeps_distance = seq.reserved == seq.scheduled + lookahead;
+            if num_new != 1 || lookahead >= seq.room || !keeps_distance || !shows_table {
+                break;
+            }
+            positions[at] = seq.scheduled as i32;
+            slots[at] = seq.advance(size) as i64;
+            seq.reserved += 1;
+            lens[at] = seq.scheduled as i32;
+            max_cols = max_cols.max(seq.num_cols);
+            at += 1;
+            ends[at - 1] = (num_tokens + at) as i32;
+        }
+        step.num_tokens += at;
+        step.max_blocks = max_cols as usize;
+        at
+    }
+
+    /// Bring a row up to date, from the first column that may differ; returns whether one did, noted as change number
+    /// `at`.
+    #[inline]
+    pub(crate) fn write_table(
+        &mut self,
+        row: usize,
+        handle: SeqHandle,
+        seq: &Sequence,
+        padding: i32,
+        at: usize,
+    ) -> bool {
+        let state = self.rows[row];
+        if state.handle == handle && state.epoch == seq.epoch && state.num_cols == seq.num_cols {
+            return false;
+        }
+        let shown = state.num_cols as usize;
+        let known = match seq.epoch.wrapping_sub(state.epoch) {
+            _ if state.handle != handle => 0,
+            0 => shown,
+            1 => shown.min(seq.changed_col),
+            _ => 0,
+        };
+        let known = known.min(seq.blocks.len());
+        let table = &mut self.block_tables[row * self.max_blocks..][..self.max_blocks];
+        for (to, block) in table[known..].iter_mut().zip(&seq.blocks[known..]) {
+            *to = block.export(padding);
+        }
+        if let Some(stale) = table.get_mut(seq.blocks.len()..shown) {
+            stale.fill(padding);
+        }
+        self.rows[row] = RowState { handle, epoch: seq.epoch, num_cols: seq.num_cols };
+        self.note_change(at, row, known, seq.blocks.len().max(shown))
+    }
+
+    fn note_change(&mut self, at: usize, row: usize, from: usize, to: usize) -> bool {
+        if from < to {
+            self.changes[3 * at..3 * at + 3].copy_from_slice(&[row as i32, from as i32, (to - from) as i32]);
+        }
+        from < to
+    }
+
+    /// Write slots and positions of the next `num_new` tokens and move the sequence on: a step more is in flight.
+    #[inline]
+    pub(crate) fn write_slots(&mut self, at: usize, seq: &mut Sequence, num_new: usize, size: BlockSize) {
+        if num_new == 1 {
+            self.positions[at] = seq.scheduled as i32;
+            self.slot_mapping[at] = seq.advance(size) as i64;
+            return;
+        }
+        let reserved_before = seq.reserved;
+        seq.in_flight.push(InFlight { num_new: num_new as u32, reserved_before, block: BlockId::HOLE });
+        let mut start = seq.num_scheduled();
+        for (i, position) in self.positions[at..at + num_new].iter_mut().enumerate() {
+            *position = (start + i) as i32;
+        }
+        let mut slots = &mut self.slot_mapping[at..at + num_new];
+        while !slots.is_empty() {
+            let offset = size.offset(start);
+            let (now, later) = slots.split_at_mut(slots.len().min(size.get() - offset));
+            let first = (seq.blocks[size.column(start)].index() * size.get() + offset) as i64;
+            for (i, slot) in now.iter_mut().enumerate() {
+                *slot = first + i as i64;
+            }
+            start += now.len();
+            slots = later;
+        }
+        if num_new > 0 {
+            seq.scheduled = start as u32;
+            seq.aim(size);
+        }
+    }
+
+    pub(crate) fn pad(&mut self, step: &mut Scheduled, request: &StepRequest, padding: i32) {
+        for row in step.num_seqs..request.pad_seqs {
+            let state = std::mem::take(&mut self.rows[row]);
+            self.block_tables[row * self.max_blocks..][..state.num_cols as usize].fill(padding);
+            step.num_changes +=
+                usize::from(self.note_change(step.num_changes, row, 0, state.num_cols as usize));
+            self.seq_lens[row] = 0;
+            self.query_start_loc[row + 1] = step.num_tokens as i32;
+        }
+        if let Some(rest) = self.slot_mapping.get_mut(step.num_tokens..request.pad_tokens) {
+            rest.fill(-1);
+            self.positions[step.num_tokens..request.pad_tokens].fill(0);
+        }
+    }
+}
