@@ -279,3 +279,29 @@ def test_a_context_beyond_the_models_own_is_told(capsys: pytest.CaptureFixture[s
     assert "beyond the model's own limit of 4,096 tokens" in capsys.readouterr().out
     assert plan(LLAMA) == 0
     assert "limit" not in capsys.readouterr().out
+
+
+def test_a_trace_says_how_long_contexts_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "arrival,input_tokens,output_tokens",
+        *(f"{i},{100 * i},1" for i in range(1, 101)),
+        "101,many,1",
+        "102,5,0",
+    ]
+    path = tmp_path / "requests.csv"
+    path.write_text("\n".join(lines))
+    assert plan(f"{LLAMA} --trace {path} --json -") == 0
+    captured = capsys.readouterr()
+    value = json.loads(captured.out)
+    lengths = {row["lengths"]: row["context_tokens"] for row in value["users"]}
+    assert lengths == {"full": 4096, "p95": 4096, "mean": 3278}
+    assert (
+        "100 requests of requests.csv, 60 cut at the full context, 1 broken lines"
+        in value["lengths"]["source"]
+    )
+    assert "requests.csv:102" in captured.err
+    path.write_text("nothing\n")
+    assert plan(f"{LLAMA} --trace {path}") == 2
+    assert str(path) in capsys.readouterr().err
+    assert plan(f"{LLAMA} --trace {path} --p50 3 --p95 4") == 2
+    assert "exclude one another" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 
 def make_trace(

@@ -3,10 +3,10 @@
 import pytest
 
 from kvblocks.replay.hit_rate import Segments, ceiling, lru_hit_rate, model_hit_rate
-from kvblocks.replay.readers import read_trace
 from kvblocks.replay.scenario import Options, Result, Scenario, run_scenario
 from kvblocks.replay.simulate import Engine
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.readers import read_trace
+from kvblocks.traces.trace import Trace
 
 from .helpers import full_trace
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvblocks.replay.readers import read_trace
-from kvblocks.replay.trace import MAX_TOKENS, Trace
 from kvblocks.report import UserError
+from kvblocks.traces.readers import read_trace
+from kvblocks.traces.trace import MAX_TOKENS, Trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 PLAIN = "arrival,input,output\n"

@@ -4,6 +4,7 @@ Owns the command's options and its exit status: 0, or 1 where the weights do not
 """
 
 import argparse
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from kvblocks.planner.summary import Question, summarise
 from kvblocks.planner.tables import print_summary
 from kvblocks.planner.weights import PARAMETER_BYTES, Weights
 from kvblocks.report import UserError, check_figure, format_bytes, print_table, write_json
+from kvblocks.traces.readers import read_trace
 
 EXAMPLE: Final = (
     "kvblocks plan llama-3.1-8b --gpu H100-80GB --context 32768 --p50 2000 --p95 12000 --users 64"
@@ -116,6 +118,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--p50", type=_positive, metavar="TOKENS", help="median length, with --p95: log-normal")
     load.add_argument("--p95", type=_positive, metavar="TOKENS", help="95th percentile of the lengths")
+    load.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="requests whose lengths count: JSON lines or CSV, as for kvblocks replay",
+    )
     load.add_argument(
         "--users", type=_positive, metavar="N", help="users that have to fit at the full context"
     )
@@ -238,6 +245,10 @@ def _lengths(args: argparse.Namespace, model: Model) -> lengths.Lengths:
         raise UserError(
             f"{model.name}: no field max_position_embeddings: --context TOKENS says how long contexts are"
         )
+    if args.trace is not None:
+        if args.p50 is not None or args.p95 is not None:
+            raise UserError("--trace and --p50, --p95 exclude one another: each says how long contexts are")
+        return _traced(args.trace, longest)
     if args.p50 is None and args.p95 is None:
         return lengths.fixed(longest)
     if args.p50 is None or args.p95 is None:
@@ -246,6 +257,23 @@ def _lengths(args: argparse.Namespace, model: Model) -> lengths.Lengths:
         return lengths.log_normal(args.p50, args.p95, longest)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _traced(path: str, longest: int) -> lengths.Lengths:
+    """Lengths of the requests of a trace, and in words what of it was not used."""
+    trace = read_trace(path)
+    contexts = trace.final_tokens
+    source = trace.name
+    left_out = (
+        (int((contexts > longest).sum()), "cut at the full context"),
+        (trace.skipped.bad_lines, "broken lines left out"),
+        (trace.skipped.empty_requests, "empty requests left out"),
+    )
+    for number, what in left_out:
+        source += f", {number:,} {what}" if number else ""
+    for example in trace.skipped.bad_examples:
+        sys.stderr.write(f"kvblocks: left out: {example}\n")
+    return lengths.observed(contexts.tolist(), longest, source)
 
 
 def _print_known() -> None:

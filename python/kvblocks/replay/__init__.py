@@ -1,5 +1,5 @@
 """Replay of request traces through the real allocator, beside models of what others reserve.
 
-readers | generate -> trace -> (paged | reservations) -> simulate -> sizing -> results -> command
-                      trace -> hit_rate
+traces | generate -> (paged | reservations) -> simulate -> sizing -> results -> command
+traces | generate -> hit_rate
 """

@@ -29,8 +29,8 @@ from kvblocks.replay.options import (
 from kvblocks.replay.scenario import Options, Result, Scenario, run_scenario
 from kvblocks.replay.simulate import Engine
 from kvblocks.replay.sizing import Sizing, size_pool
-from kvblocks.replay.trace import Trace
 from kvblocks.report import UserError
+from kvblocks.traces.trace import Trace
 
 __all__ = ["configure", "run"]
 

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.replay.trace import MAX_TOKENS, Trace
 from kvblocks.report import UserError
+from kvblocks.traces.trace import MAX_TOKENS, Trace
 
 # Tokens of a hash id of a generated trace: the granularity at which generated prompts share a prefix.
 TOKENS_PER_ID: Final = 16

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvblocks._core import Allocated, BlockManager
 from kvblocks.batch import Step
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 # Eviction policies that are modelled: in "fifo" a hit is no use; "optimum" is Belady's, which knows the future.
 MODELS: Final = ("lru", "fifo", "optimum")

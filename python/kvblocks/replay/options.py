@@ -15,11 +15,11 @@ from typing import Final, TypeVar
 
 from kvblocks.config import parse_memory
 from kvblocks.replay.generate import LENGTHS, generate
-from kvblocks.replay.readers import FORMATS, read_trace
 from kvblocks.replay.scenario import PAGED, POLICIES, Options, Scenario
 from kvblocks.replay.simulate import Engine, Mode
-from kvblocks.replay.trace import Trace
 from kvblocks.report import UserError
+from kvblocks.traces.readers import FORMATS, read_trace
+from kvblocks.traces.trace import Trace
 
 _T = TypeVar("_T")
 

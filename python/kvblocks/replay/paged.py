@@ -16,7 +16,7 @@ from kvblocks._core import Allocated, BlockManager, Later, Prompt
 from kvblocks.batch import Step
 from kvblocks.replay.memory import Admitted, Lookups, Occupancy, Refused
 from kvblocks.replay.running import Running
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 # Rows and tokens of one call to `schedule`, and entries of its block tables: bounds on the index arrays' memory.
 _MAX_ROWS: Final = 1024

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvblocks.replay.memory import Admitted, Lookups, Occupancy, Refused
 from kvblocks.replay.regions import UNBOUNDED, Buddy, FirstFit
 from kvblocks.replay.running import Running
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 
 def _power_of_two(tokens: int) -> int:

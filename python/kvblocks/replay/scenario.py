@@ -19,7 +19,7 @@ from kvblocks.replay.memory import Memory
 from kvblocks.replay.paged import PagedMemory
 from kvblocks.replay.reservations import RESERVATIONS, ReservedMemory
 from kvblocks.replay.simulate import Engine, Run, simulate
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 PAGED: Final = ("paged", "prefix")
 POLICIES: Final = (*RESERVATIONS, *PAGED)

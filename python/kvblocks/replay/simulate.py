@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvblocks.replay.account import Account
 from kvblocks.replay.memory import Memory, Refused
 from kvblocks.replay.running import Running
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 Mode = Literal["arrivals", "saturated"]
 _TOLD_EVERY: Final = 64

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvblocks.replay.scenario import Options, Result, run_scenario
 from kvblocks.replay.simulate import Engine
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 # A pool that does not survive is tried again this much larger, at most so often; then the gap to one that does not is
 # halved until it is this narrow.

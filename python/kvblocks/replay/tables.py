@@ -12,7 +12,7 @@ import kvblocks.report as report
 from kvblocks.replay.hit_rate import HitRate
 from kvblocks.replay.scenario import Result
 from kvblocks.replay.sizing import Sizing
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 
 def percent(share: float) -> str:

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvblocks.replay.trace import MAX_TOKENS, Skipped, Trace
 from kvblocks.report import UserError
+from kvblocks.traces.trace import MAX_TOKENS, Skipped, Trace
 
 NUM_EXAMPLES: Final = 5
 _INT32_MAX: Final = 2**31 - 1
