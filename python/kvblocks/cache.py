@@ -1,6 +1,6 @@
 """A paged KV cache: the block manager, a step and a backend's storage, put together for an engine.
 
-Owns `PagedKVCache`. Imports batch, backends, config and the core; the only module where the allocator meets
+Owns `PagedKVCache`. Imports batch, backends, config, residual, rotation and the core; here the allocator meets
 tensors. Invariant: the manager decides which block, the caller decides when, the backend moves the bytes. A
 step's copies are made before `schedule` returns, so nothing can be written in between. Any thread may call, but a
 step belongs to one at a time: `write` and `attend` read the arrays that the next `schedule` fills anew.
@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvblocks._core import BlockManager, Scheduled
 from kvblocks.backends import Backend, get_backend
 from kvblocks.batch import Step
 from kvblocks.config import CacheConfig, as_integer, parse_memory
-from kvblocks.layout import Array, LayerCache
+from kvblocks.layout import Array, LayerCache, dtype_name, from_float32, to_float32
+from kvblocks.residual import Residual
+from kvblocks.rotation import rotate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,9 +32,10 @@ class PagedKVCache:
 
     num_blocks: blocks of storage, the null block included; or memory: bytes or "8GiB", of which whole blocks
     are used. Give one of the two. backend: a name, a Backend, or None for the environment's choice. max_seqs,
-    max_tokens, max_blocks_per_seq: sizes of the step, see `Step`. The rest is the block manager's. The cache
-    owns the storage, its contents undefined at first. Raises ValueError for sizes out of range and a backend
-    that is unknown or refuses the config.
+    max_tokens, max_blocks_per_seq: sizes of the step, see `Step`. residual_seqs: sequences that may have a
+    residual at once, where a format has one; max_seqs by default. The rest is the block manager's. The cache
+    owns the storage, its contents undefined at first; static scales have to be set before the first write.
+    Raises ValueError for sizes out of range and a backend that is unknown or refuses the config.
     """
 
     def __init__(
@@ -45,16 +51,21 @@ class PagedKVCache:
         max_seqs: int = 256,
         max_tokens: int = 8192,
         max_blocks_per_seq: int | None = None,
+        residual_seqs: int | None = None,
     ) -> None:
         if not isinstance(config, CacheConfig):
             raise TypeError(f"config: {type(config).__name__}, expected a CacheConfig")
+        if residual_seqs is None:
+            residual_seqs = max_seqs
         if num_blocks is None and memory is not None:
             num_bytes = parse_memory(memory)
-            num_blocks = num_bytes // config.bytes_per_block
+            fixed = config.fixed_bytes + residual_seqs * config.bytes_per_seq
+            num_blocks = max(0, num_bytes - fixed) // config.bytes_per_block
             if num_blocks < 2:
+                beside = f" beside {fixed} bytes for scales and {residual_seqs} residuals" if fixed else ""
                 raise ValueError(
                     f"memory is {num_bytes} bytes, expected at least two blocks of "
-                    f"{config.bytes_per_block} bytes"
+                    f"{config.bytes_per_block} bytes{beside}"
                 )
         elif num_blocks is None or memory is not None:
             raise ValueError("give num_blocks or memory, one of the two")
@@ -78,6 +89,8 @@ class PagedKVCache:
             max_blocks_per_seq=max_blocks_per_seq,
         )
         self.layers: list[LayerCache] = self.backend.allocate(config, num_blocks)
+        self.residual = Residual(config, residual_seqs) if config.has_residual else None
+        self._written = [False] * config.num_layers
 
     @property
     def num_blocks(self) -> int:
@@ -86,23 +99,98 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage."""
-        return self.num_blocks * self.config.bytes_per_block
+        """Bytes of storage: blocks, static scales and residuals."""
+        residual = 0 if self.residual is None else self.residual.num_seqs * self.config.bytes_per_seq
+        return self.num_blocks * self.config.bytes_per_block + self.config.fixed_bytes + residual
+
+    def set_scales(
+        self, layer: int, *, k: Array | float | None = None, v: Array | float | None = None
+    ) -> None:
+        """Set the static scales of a layer: a number, or float32 of the shape that the format has.
+
+        Raises ValueError for a format without static scales, for scales that are no finite numbers > 0, and once the
+        layer has been written, as its codes would change their meaning.
+        """
+        cache, number = self._layer(layer), int(layer)
+        given = (
+            ("k", k, cache.format.k, cache.k_scale),
+            ("v", v, cache.format.v, cache.v_scale),
+        )
+        checked = []
+        for name, scale, part, target in given:
+            if scale is None:
+                continue
+            if not part.is_static or target is None:
+                raise ValueError(f"{name}: {part} has no static scale")
+            values = np.asarray(scale, np.float32)
+            if values.ndim and values.shape != target.shape:
+                raise ValueError(f"{name}: shape {values.shape}, {part} needs {target.shape}")
+            if not (np.isfinite(values) & (values > 0)).all():
+                raise ValueError(f"{name}: expected finite scales > 0")
+            checked.append((target, values))
+        if checked and self._written[number]:
+            raise ValueError(f"layer {number} has been written with the scales that it has")
+        for target, values in checked:
+            target[...] = values
 
     def schedule(self, handles: _Handles, num_new: _Counts, **options: Unpack[_ScheduleOptions]) -> Scheduled:
         """Schedule a batch (see `Step.schedule`) and make its copies in all layers. O(tokens + copied bytes).
 
         If the copies are interrupted, the batch is scheduled; `backend.copy_blocks(layers, step.copies)` makes
-        them again, which does no harm to those already made.
+        them again, which does no harm to those already made. Raises RuntimeError if more sequences than
+        residual_seqs need a residual.
         """
+        if self.residual is not None:
+            self.residual.reserve(self.manager, _as_list(handles))
         scheduled = self.step.schedule(handles, num_new, **options)
         if scheduled.num_copies:
             self.backend.copy_blocks(self.layers, self.step.copies)
+        if self.residual is not None and (scheduled or options.get("policy") == "fit"):
+            self.residual.plan(
+                self.backend,
+                self.layers,
+                _as_list(handles)[: scheduled.num_seqs],
+                self.step.block_tables,
+                self.step.seq_lens,
+                self.step.query_start_loc,
+            )
         return scheduled
+
+    def fork(self, handles: _Handles, num_children: _Counts = 1) -> NDArray[np.int64]:
+        """Fork sequences (see `BlockManager.fork`) with their residuals, which are copied.
+
+        Raises RuntimeError, before anything is forked, if the children need more residuals than are left.
+        """
+        if self.residual is None:
+            return self.manager.fork(handles, num_children)
+        parents = np.array(_as_list(handles), np.int64)
+        per_parent = np.broadcast_to(np.asarray(num_children), parents.shape)
+        self.residual.reserve(self.manager, [], num_more=int(per_parent.sum()))
+        children = self.manager.fork(handles, num_children)
+        self.residual.copy_rows(np.repeat(parents, per_parent).tolist(), children.tolist())
+        return children
+
+    def reorder(self, handles: _Handles, parents: NDArray[np.int32]) -> None:
+        """Let sequence i continue what sequence `parents[i]` has computed (see `BlockManager.reorder`)."""
+        children = _as_list(handles)
+        if self.residual is not None:
+            self.residual.reserve(self.manager, children)
+        self.manager.reorder(handles, parents)
+        if self.residual is not None:
+            self.residual.copy_rows([children[parent] for parent in np.asarray(parents).tolist()], children)
 
     def write(self, layer: int, k: Array, v: Array) -> None:
         """Store the step's K [num_tokens, num_kv_heads, head_dim] and V [.., head_dim_v] of a layer in their slots."""
-        self.backend.write(self._layer(layer), k, v, self.step.slot_mapping)
+        cache = self._layer(layer)
+        if cache.format.has_residual:
+            _check_rows("k", k, len(self.step.slot_mapping), cache.num_kv_heads, cache.head_dim)
+            _check_rows("v", v, len(self.step.slot_mapping), cache.num_kv_heads, cache.head_dim_v)
+        k, v = _turned(k, cache.format.k.rotated), _turned(v, cache.format.v.rotated)
+        if self.residual is not None and cache.format.has_residual:
+            self.residual.write(self.backend, cache, int(layer), k, v)
+        else:
+            self.backend.write(cache, k, v, self.step.slot_mapping)
+        self._written[int(layer)] = True
 
     def attend(
         self,
@@ -123,9 +211,14 @@ class PagedKVCache:
 
         Returns [num_tokens, num_q_heads, head_dim_v]; write the layer's K and V first. See `Backend.attend`.
         """
-        return self.backend.attend(
-            self._layer(layer),
-            q,
+        cache = self._layer(layer)
+        tail = None
+        if self.residual is not None and cache.format.has_residual:
+            tail = self.residual.tail(int(layer))
+        turned_back = cache.format.v.rotated
+        result = self.backend.attend(
+            cache,
+            _turned(q, cache.format.k.rotated),
             self.step.block_tables,
             self.step.seq_lens,
             self.step.query_start_loc,
@@ -134,15 +227,27 @@ class PagedKVCache:
             soft_cap=soft_cap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            tail=tail,
             out=out,
             lse=lse,
         )
+        if turned_back:
+            result[...] = _turned(result, True)
+        return result
 
     def gather(self, handle: int, layer: int) -> tuple[Array, Array]:
         """K and V of a sequence's computed tokens in one layer, contiguous float32 [num_computed, heads, dim]."""
         cache = self._layer(layer)
         table = self.manager.block_table(handle)
-        return self.backend.gather(cache, table, self.manager.sequence(handle).num_computed)
+        num_tokens = self.manager.sequence(handle).num_computed
+        k, v = self.backend.gather(cache, table, num_tokens)
+        if self.residual is not None and cache.format.has_residual:
+            first, newest_k, newest_v = self.residual.newest(int(handle), int(layer), num_tokens)
+            k[first:], v[first:] = newest_k, newest_v
+        return (
+            rotate(k) if cache.format.k.rotated else k,
+            rotate(v) if cache.format.v.rotated else v,
+        )
 
     def _layer(self, layer: int) -> LayerCache:
         number = as_integer(layer)
@@ -152,3 +257,26 @@ class PagedKVCache:
                 f"layer is {layer!r}: expected an integer in 0..{num_layers - 1}, the cache has {num_layers} layers"
             )
         return self.layers[number]
+
+
+def _as_list(handles: _Handles) -> list[int]:
+    return [int(handle) for handle in np.atleast_1d(np.asarray(handles))]
+
+
+def _check_rows(name: str, rows: Array, num_tokens: int, num_kv_heads: int, dim: int) -> None:
+    """What a backend would check, for rows that are rotated or kept before one sees them."""
+    try:
+        dtype_name(rows.dtype)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(f"{name}: {error}") from None
+    if rows.ndim != 3 or len(rows) < num_tokens or rows.shape[1:] != (num_kv_heads, dim):
+        raise ValueError(
+            f"{name}: shape {tuple(rows.shape)}, expected ({num_tokens} or more, {num_kv_heads}, {dim}) for this step"
+        )
+
+
+def _turned(rows: Array, rotated: bool) -> Array:
+    """Rows rotated and rounded to their own dtype, where the format wants that."""
+    if not rotated:
+        return rows
+    return from_float32(rotate(to_float32(rows)), dtype_name(rows.dtype))

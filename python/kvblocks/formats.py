@@ -46,7 +46,8 @@ class Format:
 
     bits: of one code; codes of less than a byte are packed along the row, the first in the lowest bits. storage:
     dtype of the array of codes. limit: the largest magnitude of a code, where codes have a sign. group: elements
-    that share a scale. residual: whether the newest tokens are kept in 16 bit beside the blocks.
+    that share a scale. residual: whether the newest tokens are kept in 16 bit beside the blocks. rotated: whether rows
+    are multiplied by a Hadamard matrix before they are stored (see `rotation`).
     """
 
     name: str
@@ -56,6 +57,7 @@ class Format:
     limit: float = math.inf
     group: int = 0
     residual: bool = False
+    rotated: bool = False
 
     def __str__(self) -> str:
         """The name, with the scaling where it is not the name's first one."""
@@ -223,6 +225,18 @@ _UINT8, _INT8 = np.dtype(np.uint8), np.dtype(np.int8)
 _FP8: Final[tuple[Scaling, ...]] = ("token_head", "head", "tensor")
 _INT8_K: Final[tuple[Scaling, ...]] = ("token_head", "head", "channel")
 
+
+def _kivi(
+    name: str, bits: int, *, group_tokens: int, group_channels: int, rotated: bool = False
+) -> tuple[tuple[Format], tuple[Format]]:
+    """K in groups of the tokens of a channel, V in groups of the channels of a token, the newest in 16 bit."""
+
+    def part(scaling: Scaling, group: int) -> Format:
+        return Format(name, bits, _UINT8, scaling, group=group, residual=True, rotated=rotated)
+
+    return (part("token_group", group_tokens),), (part("group", group_channels),)
+
+
 # Name -> the formats of K and of V that it can mean, the first one if nothing else is said. int8 stops at 127, so
 # that both signs reach as far.
 FORMATS: Final[dict[str, tuple[tuple[Format, ...], tuple[Format, ...]]]] = {
@@ -234,14 +248,10 @@ FORMATS: Final[dict[str, tuple[tuple[Format, ...], tuple[Format, ...]]]] = {
         tuple(Format("int8", 8, _INT8, scaling, 127.0) for scaling in _INT8_K[:2]),
     ),
     "int4": ((Format("int4", 4, _UINT8, "group", group=32),),) * 2,
-    "kivi4": (
-        (Format("kivi4", 4, _UINT8, "token_group", group=32, residual=True),),
-        (Format("kivi4", 4, _UINT8, "group", group=32, residual=True),),
-    ),
-    "kivi2": (
-        (Format("kivi2", 2, _UINT8, "token_group", group=32, residual=True),),
-        (Format("kivi2", 2, _UINT8, "group", group=32, residual=True),),
-    ),
+    "kivi4": _kivi("kivi4", 4, group_tokens=32, group_channels=32),
+    "kivi2": _kivi("kivi2", 2, group_tokens=32, group_channels=32),
+    "kivi4r": _kivi("kivi4r", 4, group_tokens=32, group_channels=64, rotated=True),
+    "kivi2r": _kivi("kivi2r", 2, group_tokens=16, group_channels=64, rotated=True),
 }
 
 

@@ -69,8 +69,8 @@ def scale_of_each(encoded: Any, part: Format, dim: int, name: str = "scale") -> 
             "head": (head,),
             "channel": (head, channel),
             "token_head": (token, head),
-            "group": (token, head, channel // 32),
-            "token_group": (token // 32, head, channel),
+            "group": (token, head, channel // part.group),
+            "token_group": (token // part.group, head, channel),
         }[part.scaling]
         each[token, head, channel] = array[where]
     return each

@@ -17,11 +17,23 @@ KV_FORMATS = st.builds(KVFormat, K_FORMATS, V_FORMATS)
 
 def test_the_list() -> None:
     assert list(FORMATS) == [
-        *("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "kivi4", "kivi2")
+        *(
+            "float32",
+            "float16",
+            "bfloat16",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "int8",
+            "int4",
+            "kivi4",
+            "kivi2",
+            "kivi4r",
+            "kivi2r",
+        )
     ]
     assert [str(part) for part in all_formats("k")[3:]] == [
         *("fp8_e4m3", "fp8_e4m3:head", "fp8_e4m3:tensor", "fp8_e5m2", "fp8_e5m2:head", "fp8_e5m2:tensor"),
-        *("int8", "int8:head", "int8:channel", "int4", "kivi4", "kivi2"),
+        *("int8", "int8:head", "int8:channel", "int4", "kivi4", "kivi2", "kivi4r", "kivi2r"),
     ]
     assert {str(part) for part in all_formats("k")} - {str(part) for part in all_formats("v")} == {
         "int8:channel"
@@ -122,6 +134,14 @@ def test_bytes_are_those_of_the_arrays(
 def test_bits_per_element(kv_format: str, bits: float) -> None:
     sizes = {"block_size": 32, "residual_tokens": 128, "num_kv_heads": 3, "head_dim": 64, "head_dim_v": 64}
     assert KVFormat.parse(kv_format).bits_per_element(4096, **sizes) == pytest.approx(bits)
+
+
+def test_bits_of_the_rotated_formats() -> None:
+    """With at most 64 tokens of residual, 4 bits cost 5 and 2 bits 3.5, all included."""
+    sizes = {"num_kv_heads": 3, "head_dim": 64, "head_dim_v": 64}
+    kivi4r, kivi2r = KVFormat.parse("kivi4r"), KVFormat.parse("kivi2r")
+    assert kivi4r.bits_per_element(4096, block_size=32, residual_tokens=32, **sizes) == 5.0
+    assert kivi2r.bits_per_element(4096, block_size=16, residual_tokens=48, **sizes) == 3.5
 
 
 def test_bytes_of_known_models() -> None:

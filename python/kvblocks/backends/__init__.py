@@ -7,9 +7,9 @@ Invariant: importing this package imports nothing but NumPy and the standard lib
 import importlib
 import os
 
-from kvblocks.backends.base import Backend, Supported
+from kvblocks.backends.base import Backend, Supported, Tail
 
-__all__ = ["BACKENDS", "DEFAULT_BACKEND", "Backend", "Supported", "get_backend"]
+__all__ = ["BACKENDS", "DEFAULT_BACKEND", "Backend", "Supported", "Tail", "get_backend"]
 
 # name -> (module, class)
 BACKENDS = {

@@ -159,7 +159,7 @@ def fp8_values(part: Format) -> F32:
 def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """Codes [.., dim] below 2^bits as bytes [.., dim * bits / 8], the first code in the lowest bits; bits 2 or 4."""
     per_byte = _per_byte(bits)
-    grouped = codes.reshape(*codes.shape[:-1], -1, per_byte)
+    grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_byte, per_byte)
     shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
     return np.asarray(np.bitwise_or.reduce(grouped << shifts, axis=-1), np.uint8)
 
@@ -169,7 +169,7 @@ def unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     per_byte = _per_byte(bits)
     shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
     codes: NDArray[np.uint8] = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return codes.reshape(*packed.shape[:-1], -1)
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * per_byte)
 
 
 def _per_byte(bits: int) -> int:
