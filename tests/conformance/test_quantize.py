@@ -62,15 +62,15 @@ def scale_of_each(encoded: Any, part: Format, dim: int, name: str = "scale") -> 
     """The scale (or zero) of each element in float64 [num_tokens, num_heads, dim], written out by hand."""
     array = getattr(encoded, name).astype(np.float64)
     num_tokens, num_heads = encoded.codes.shape[:2]
-    each = np.empty((num_tokens, num_heads, dim))
+    each, group = np.empty((num_tokens, num_heads, dim)), part.group or 1
     for token, head, channel in np.ndindex(each.shape):
         where = {
             "tensor": (0,),
             "head": (head,),
             "channel": (head, channel),
             "token_head": (token, head),
-            "group": (token, head, channel // part.group),
-            "token_group": (token // part.group, head, channel),
+            "group": (token, head, channel // group),
+            "token_group": (token // group, head, channel),
         }[part.scaling]
         each[token, head, channel] = array[where]
     return each
