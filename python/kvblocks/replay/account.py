@@ -88,15 +88,16 @@ class Account:
     stored_quantiles: WeightedQuantiles = field(default_factory=WeightedQuantiles)
     samples: list[Sample] = field(default_factory=list)
 
-    def idle(self, duration: float) -> None:
+    def idle(self, until: float) -> None:
         """Time without a request; what is cached then is not followed."""
+        duration = until - self.time
         if duration > 0:
             zero = np.zeros(1, np.int64)
             weight = np.array([duration])
             self.running_quantiles.add(zero, weight)
             self.stored_quantiles.add(zero, weight)
             self._sample(Sample(self.time, duration, 0, 0, 0, 0, 0, 0))
-            self.time += duration
+            self.time = until
 
     def add(
         self,
@@ -104,34 +105,33 @@ class Account:
         stored: NDArray[np.int64],
         durations: NDArray[np.float64],
         num_running: int,
-        num_waiting: int,
+        num_waiting: NDArray[np.int64],
     ) -> None:
-        """Steps [k] one after the other: their durations, and the tokens that all requests have stored in them.
+        """Steps [k] one after the other: durations, tokens that all requests have stored, requests that wait.
 
         Tokens of a shared block count in `stored` once a request, in the occupancy once. O(k).
         """
         total = float(durations.sum())
-        for name in ("allocated", "used", "later", "never", "internal"):
+        for name in ("allocated", "used", "later", "never", "internal", "cached"):
             value = getattr(self, name) + float(getattr(occupancy, name) @ durations)
             setattr(self, name, value)
         self.stored += float(stored @ durations)
-        self.cached += occupancy.cached * total
         self.running += num_running * total
-        self.waiting += num_waiting * total
+        self.waiting += float(num_waiting @ durations)
         self.busy += total
         self.running_quantiles.add(np.array([num_running]), np.array([total]))
         self.stored_quantiles.add(stored, durations)
         self.peak_running = max(self.peak_running, num_running)
         self.peak_used = max(self.peak_used, int(occupancy.used[-1]))
         self.peak_stored = max(self.peak_stored, int(stored[-1]))
-        peak = int(occupancy.allocated[-1])
+        first = int(np.argmax(occupancy.allocated))
+        peak = int(occupancy.allocated[first])
         if peak > self.peak_allocated:
             self.peak_allocated = peak
-            self.peak_time = self.time + total - float(durations[-1])
-        used, allocated = (float(x @ durations) / total for x in (occupancy.used, occupancy.allocated))
-        self._sample(
-            Sample(self.time, total, used, allocated, occupancy.cached, num_running, num_waiting, peak)
-        )
+            self.peak_time = self.time + float(durations[:first].sum())
+        parts = (occupancy.used, occupancy.allocated, occupancy.cached, num_waiting)
+        used, allocated, cached, waiting = (float(part @ durations) / total for part in parts)
+        self._sample(Sample(self.time, total, used, allocated, cached, num_running, waiting, peak))
         self.time += total
 
     def _sample(self, sample: Sample) -> None:

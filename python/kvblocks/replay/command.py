@@ -20,6 +20,7 @@ from kvblocks.replay import page, plots, tables
 from kvblocks.replay.hit_rate import HitRate, Segments, capacities, ceiling, curve
 from kvblocks.replay.options import (
     configure,
+    engine_of,
     make_engine,
     make_options,
     make_scenarios,
@@ -123,7 +124,8 @@ def _replay(
     cut = {s.max_context: trace.truncated(s.max_context) if truncates else trace for s in scenarios}
     with report.progress("replaying", len(scenarios) * len(trace)) as tell:
         for scenario in scenarios:
-            result = run_scenario(cut[scenario.max_context], scenario, engine, options, tell)
+            adapted = engine_of(args, engine, scenario)
+            result = run_scenario(cut[scenario.max_context], scenario, adapted, options, tell)
             work.results.append(result)
             if result.interrupted:
                 work.interrupted = True
@@ -134,7 +136,8 @@ def _replay(
         if result.scenario.pool_slots is None:
             # How many replays a size takes is not known before.
             with report.progress(f"sizing {result.scenario.name}", 2 * len(trace)) as tell:
-                sizing = size_pool(cut[result.max_context_tokens], result, engine, options, tell)
+                adapted = engine_of(args, engine, result.scenario)
+                sizing = size_pool(cut[result.max_context_tokens], result, adapted, options, tell)
             if sizing.interrupted:
                 work.interrupted = True
                 return

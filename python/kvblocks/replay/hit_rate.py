@@ -12,7 +12,6 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -108,12 +107,12 @@ class Segments:
                 nodes.append(parent)
         return np.array(nodes, np.int64)
 
-    @cached_property
-    def next_request(self) -> NDArray[np.int64]:
-        """For each segment the next request that has it, or n [starts[n]]."""
+    def next_request(self, served: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """For each segment the next of the requests served [n] that has it, or n [starts[n]]."""
         requests = np.repeat(np.arange(len(self.trace)), np.diff(self.trace.starts))
-        order = np.lexsort((requests, self.node))
-        following = np.full(len(order), len(self.trace))
+        order = np.argsort(self.node, kind="stable")
+        order = order[served[requests[order]]]
+        following = np.full(len(self.node), len(self.trace))
         same = self.node[order][1:] == self.node[order][:-1]
         following[order[:-1][same]] = requests[order[1:][same]]
         return following
@@ -147,13 +146,15 @@ def model_hit_rate(
     """
     trace, size = segments.trace, segments.block_size
     nodes, blocks, places = segments.node.tolist(), segments.blocks.tolist(), segments.place.tolist()
-    following = segments.next_request.tolist() if policy == "optimum" else []
+    needs = -(-trace.prompt_tokens.astype(np.int64) // size)
+    served = (needs <= capacity_blocks) | unlimited
+    following = segments.next_request(served).tolist() if policy == "optimum" else []
     resident: dict[int, int] = {}
     key: dict[
         int, int
     ] = {}  # Of a segment in the cache that nobody uses; the heap may hold outdated ones too.
     heap: list[tuple[int, int]] = []
-    used = clock = hit_blocks = hit_tokens = queried_blocks = queried_tokens = left_out = 0
+    used = clock = hit_blocks = hit_tokens = queried_blocks = queried_tokens = 0
     own_node = -1
 
     def evict(num_blocks: int) -> int:
@@ -177,10 +178,9 @@ def model_hit_rate(
         zip(trace.starts[:-1].tolist(), trace.starts[1:].tolist(), strict=True)
     ):
         prompt = prompts[request]
-        if not unlimited and -(-prompt // size) > capacity_blocks:
-            left_out += 1
+        if not served[request]:
             continue
-        found, broken, needed = 0, False, -(-prompt // size) - prompt // size + own_blocks[request]
+        found, broken, needed = 0, False, needs[request] - prompt // size + own_blocks[request]
         old_keys = []
         for at in range(begin, end):
             node, want = nodes[at], blocks[at]
@@ -199,7 +199,7 @@ def model_hit_rate(
         if not unlimited and used + needed > capacity_blocks:
             used -= evict(used + needed - capacity_blocks)
         # A partly filled block is given back without content at once.
-        used += needed - (-(-prompt // size) - prompt // size)
+        used += needed - (needs[request] - prompt // size)
         if own_blocks[request]:
             resident[own_node] = own_blocks[request]
             clock += 1
@@ -220,7 +220,7 @@ def model_hit_rate(
             key[node] = priority
             heapq.heappush(heap, (priority, node))
         tell(1)
-    return HitRate(hit_tokens, queried_tokens, hit_blocks, queried_blocks, left_out)
+    return HitRate(hit_tokens, queried_tokens, hit_blocks, queried_blocks, int((~served).sum()))
 
 
 def capacities(segments: Segments, num_points: int = 6) -> list[int]:

@@ -45,7 +45,7 @@ class Occupancy:
     later: NDArray[np.int64]
     never: NDArray[np.int64]
     internal: NDArray[np.int64]
-    cached: int = 0
+    cached: NDArray[np.int64]
 
     def head(self, num_steps: int) -> Occupancy:
         """The first steps only."""
@@ -57,7 +57,7 @@ class Occupancy:
             self.later[:num_steps],
             self.never[:num_steps],
             self.internal[:num_steps],
-            self.cached,
+            self.cached[:num_steps],
         )
 
 

@@ -10,10 +10,11 @@ import argparse
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from kvblocks.config import parse_memory
+from kvblocks.replay.costs import PoolSize, make_costs
 from kvblocks.replay.generate import LENGTHS, generate
 from kvblocks.replay.scenario import PAGED, POLICIES, Options, Scenario
 from kvblocks.replay.simulate import Engine, Mode
@@ -25,12 +26,13 @@ _T = TypeVar("_T")
 
 _EPILOG: Final = """
 units: lengths in tokens, rates in tokens per second, times in seconds unless the option's name says otherwise; a pool
-is a number of tokens, or a size such as 40GiB where --bytes-per-token says what a token takes.
+is a number of tokens, or a size such as 40GiB where --model or --bytes-per-token says what a token takes.
 
   kvblocks replay --generate 500 --pool 20000,40000 --policy contiguous,paged
 
 replays 500 made-up requests under two policies and two pools. docs/replay.md defines every figure.
 """
+_MOST: Final = 2**31 - 1
 # What a PCIe 4.0 x16 link copies in practice.
 _SWAP_BYTES_PER_S: Final = 25e9
 
@@ -99,7 +101,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="longer requests: reject, or drop the oldest part of the prompt (default: reject)",
     )
     group.add_argument(
-        "--bytes-per-token", type=_positive, metavar="B", help="bytes of K and V of one token in all layers"
+        "--model", metavar="MODEL", help="config.json, a folder with it, or a name of `kvblocks plan --list`"
+    )
+    group.add_argument(
+        "--kv-format",
+        action="append",
+        default=[],
+        metavar="FORMAT",
+        help="of the model's cache, such as fp8_e4m3; may be repeated (default: the model's dtype)",
+    )
+    group.add_argument(
+        "--tp",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="tensor-parallel GPUs; pools are those of one (default: 1)",
+    )
+    group.add_argument(
+        "--bytes-per-token",
+        type=_positive,
+        metavar="B",
+        help="bytes of K and V of one token, instead of a model",
     )
     group = parser.add_argument_group("the engine")
     group.add_argument(
@@ -143,7 +165,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--swap-rate",
         type=_positive,
         metavar="R",
-        help="tokens copied per second, each way, with --preemption swap (default: 25 GB/s by --bytes-per-token)",
+        help="tokens copied per second, each way, with --preemption swap (default: 25 GB/s)",
     )
     group.add_argument(
         "--declared-output",
@@ -214,20 +236,23 @@ def make_engine(args: argparse.Namespace, trace: Trace) -> Engine:
     mode: Mode = args.mode or ("saturated" if trace.arrival_s is None else "arrivals")
     if mode == "arrivals" and trace.arrival_s is None:
         raise UserError(f"--mode arrivals: {trace.name} has no times of arrival, use --mode saturated")
-    swap = None
-    if args.preemption == "swap":
-        swap = args.swap_rate
-        if swap is None and args.bytes_per_token is None:
-            raise UserError("--preemption swap: give --swap-rate, or --bytes-per-token")
-        swap = swap or _SWAP_BYTES_PER_S / args.bytes_per_token
     return Engine(
         mode,
         args.prefill_rate,
         args.inter_token_ms / 1000,
         args.step_tokens if mode == "arrivals" else None,
         args.max_seqs,
-        swap,
+        args.swap_rate if args.preemption == "swap" else None,
     )
+
+
+def engine_of(args: argparse.Namespace, engine: Engine, scenario: Scenario) -> Engine:
+    """The engine as one scenario has it: how fast it swaps depends on what a token takes."""
+    if args.preemption != "swap" or engine.swap_tokens_per_s is not None:
+        return engine
+    if scenario.bytes_per_token is None:
+        raise UserError("--preemption swap: give --swap-rate, or --model or --bytes-per-token")
+    return replace(engine, swap_tokens_per_s=_SWAP_BYTES_PER_S / scenario.bytes_per_token)
 
 
 def make_options(args: argparse.Namespace, trace: Trace) -> Options:
@@ -243,12 +268,20 @@ def make_scenarios(args: argparse.Namespace, trace: Trace) -> Iterator[Scenario]
     default = POLICIES if trace.tokens_per_id else tuple(name for name in POLICIES if name != "prefix")
     policies = _list("--policy", args.policy, _policy) if args.policy else default
     block_sizes = _list("--block-size", args.block_size, _count)
-    pools = _list("--pool", args.pool, lambda text: _pool(text, args.bytes_per_token))
+    pools = _list("--pool", args.pool, PoolSize.parse)
+    costs = make_costs(args.model, args.kv_format, args.tp, args.bytes_per_token)
     longest = int(trace.final_tokens.max())
     contexts = _list("--max-context", args.max_context, _count) if args.max_context else [longest]
-    for context, pool, policy in itertools.product(contexts, pools, policies):
+    for context, pool, cost, policy in itertools.product(contexts, pools, costs, policies):
         for block_size in block_sizes if policy in PAGED else [None]:
-            yield Scenario(policy, block_size, pool, context, bytes_per_token=args.bytes_per_token)
+            yield Scenario(
+                policy,
+                block_size,
+                pool.slots(cost, block_size),
+                context,
+                None if cost.kv_format is None else str(cost.kv_format),
+                cost.bytes_per_token(block_size),
+            )
 
 
 def parse_counts(option: str, text: str) -> list[int]:
@@ -270,29 +303,12 @@ def _policy(text: str) -> str:
     return text
 
 
-def _pool(text: str, bytes_per_token: float | None) -> int | None:
-    if text == "unbounded":
-        return None
-    if text.isascii() and text.isdigit():
-        return _count(text)
-    num_bytes = parse_memory(text)
-    if bytes_per_token is None:
-        raise ValueError("a pool in bytes needs --bytes-per-token; without a unit it is in tokens")
-    if num_bytes < bytes_per_token:
-        raise ValueError(f"{text} is less than one token of {bytes_per_token:g} bytes")
-    return int(num_bytes // bytes_per_token)
-
-
 def _count(text: str) -> int:
     return _integer(text, 1)
 
 
 def _natural(text: str) -> int:
     return _integer(text, 0)
-
-
-# What a pool or a list may name at most: block ids are int32.
-_MOST: Final = 2**31 - 2
 
 
 def _integer(text: str, least: int) -> int:

@@ -72,6 +72,7 @@ class PagedMemory:
         # The prompt at the head of the queue, hashed once however often it is refused.
         self._head: tuple[int, Prompt] | None = None
         self._preempted: dict[int, Prompt] = {}
+        self._cached_before = 0
 
     @property
     def capacity_slots(self) -> int | None:
@@ -136,7 +137,9 @@ class PagedMemory:
 
     def grow(self, running: Running, num_steps: int) -> int:
         """Schedule and commit one token a row and step, for as many of the steps as the pool has blocks."""
-        available = self._available()
+        stats = self._manager.stats()
+        available = stats.free_blocks + stats.cached_blocks
+        self._cached_before = stats.cached_blocks
         if running.n * (num_steps // self.block_size + 1) > available:
             taken = self._taken(running.stored, num_steps)
             num_steps = int(np.searchsorted(taken, available, side="right"))
@@ -152,11 +155,8 @@ class PagedMemory:
     def shortage(self, running: Running) -> int:
         """Blocks that the next step takes beyond those that are free or cached, in slots."""
         need = int(self._taken(running.stored, 1)[0])
-        return max(need - self._available(), 0) * self.block_size
-
-    def _available(self) -> int:
         stats = self._manager.stats()
-        return stats.free_blocks + stats.cached_blocks
+        return max(need - stats.free_blocks - stats.cached_blocks, 0) * self.block_size
 
     def _append(self, running: Running, stored: NDArray[np.int64], num_tokens: int) -> None:
         for number, begin in enumerate(range(0, running.n, self._rows)):
@@ -213,10 +213,12 @@ class PagedMemory:
         if taken is not None:
             allocated[:-1] -= taken[-1]
             allocated[1:-1] += taken[:-1]
-        allocated *= self.block_size
+        # Cached blocks are taken once no others are left.
+        cached = np.minimum(self._cached_before, self.capacity_blocks - allocated)
+        cached[-1] = stats.cached_blocks
         zeros = np.zeros(num_steps, np.int64)
-        cached = stats.cached_blocks * self.block_size
-        return Occupancy(allocated, used, zeros, zeros, allocated - used, cached)
+        allocated *= self.block_size
+        return Occupancy(allocated, used, zeros, zeros, allocated - used, cached * self.block_size)
 
     def preempt(self, handle: int) -> None:
         """Give the blocks back and keep the history."""

@@ -93,7 +93,7 @@ class ReservedMemory:
         zeros = np.zeros(num_steps, np.int64)
         rest = zeros + (reserved - final)
         never, internal = (zeros, rest) if self._rounds else (rest, zeros)
-        return Occupancy(allocated, used, final - used, never, internal)
+        return Occupancy(allocated, used, final - used, never, internal, cached=zeros)
 
     def preempt(self, handle: int) -> None:
         """Never called: `grow` never fails."""

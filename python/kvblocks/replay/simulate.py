@@ -148,8 +148,8 @@ class _Simulation:
             if not self.running.n and not self.num_waiting:
                 arrival = self.trace.arrival_s
                 assert arrival is not None
-                self.result.account.idle(float(arrival[state.next]) - self.now)
-                state.arrived = max(state.arrived, state.next + 1)
+                self.result.account.idle(float(arrival[state.next]))
+                self._arrive()
             self._grow()
             admitted = self._admit()
             if self.running.n:
@@ -285,8 +285,13 @@ class _Simulation:
         counted = num_steps if counted is None else counted
         occupancy = self.memory.occupancy(running, num_steps).head(counted)
         stored = int(running.stored.sum()) - running.n * np.arange(num_steps - 1, -1, -1)
+        waiting = np.full(counted, self.num_waiting)
+        if counted > 1 and self.engine.mode == "arrivals" and self.trace.arrival_s is not None:
+            begin = self.now + duration * np.arange(counted)
+            come = np.searchsorted(self.trace.arrival_s, begin, side="right") - self.state.arrived
+            waiting += np.maximum(come, 0)
         durations = np.full(counted, duration)
-        self.result.account.add(occupancy, stored[:counted], durations, running.n, self.num_waiting)
+        self.result.account.add(occupancy, stored[:counted], durations, running.n, waiting)
 
     def _finish(self) -> None:
         rows = np.flatnonzero(self.running.stored == self.running.final)

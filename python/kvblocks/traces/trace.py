@@ -135,27 +135,31 @@ class Trace:
         found = np.full(len(self), -1, np.int64)
         if not self.tokens_per_id:
             return found
-        full = self.prompt_tokens // self.tokens_per_id
-        first = np.full(self.num_ids, -1, np.int64)
-        following = np.full(self.num_ids, -1, np.int64)
-        order = np.repeat(np.arange(len(self)), np.diff(self.starts))
-        first[self.ids[::-1]] = order[::-1]
-        for request in range(len(self) - 1, -1, -1):
-            begin = self.starts[request]
-            chain = self.ids[begin : begin + full[request]]
-            if not len(chain):
+        requests = np.repeat(np.arange(len(self)), np.diff(self.starts))
+        key = self.ids.astype(np.int64)
+        if self.session is not None:
+            key += self.session[requests].astype(np.int64) * self.num_ids
+        order = np.argsort(key, kind="stable")
+        same = key[order][1:] == key[order][:-1]
+        following = np.full(len(key), -1)
+        following[order[:-1][same]] = order[1:][same]
+        is_first = np.ones(len(key), bool)
+        is_first[order[1:][same]] = False
+        end = self.prompt_tokens.astype(np.int64) + self.output_tokens
+        last_full = self.starts[:-1] + self.prompt_tokens // self.tokens_per_id - 1
+        for request in np.flatnonzero(last_full >= self.starts[:-1]).tolist():
+            last = last_full[request]
+            if self.session is None and not is_first[last]:
                 continue
-            later = following[chain[-1]]
-            end = int(self.prompt_tokens[request]) + int(self.output_tokens[request])
-            if later >= 0 and self.prompt_tokens[later] >= end:
-                if self.session is None:
-                    related = first[chain[-1]] == request
-                else:
-                    related = self.session[later] == self.session[request]
+            at = following[last]
+            while at >= 0 and self.prompt_tokens[requests[at]] < end[request]:
+                at = following[at]
+            if at >= 0:
+                later = requests[at]
+                chain = self.ids[self.starts[request] : last + 1]
                 start = self.starts[later]
-                if related and np.array_equal(self.ids[start : start + len(chain)], chain):
+                if np.array_equal(self.ids[start : start + len(chain)], chain):
                     found[request] = later
-            following[chain] = request
         return found
 
     def truncated(self, max_context: int) -> Trace:
