@@ -1,12 +1,14 @@
 """The command line: `kvblocks plan`, `kvblocks replay`, `kvblocks quality`.
 
 Owns the list of commands and how they end: 0 done, 1 a verdict that says no, 2 bad input (one line on standard
-error, no traceback), 130 interrupted. A command is a module with `configure(parser)` and `run(args) -> int`; it is
-imported when it is asked for, so that one command does not need what another one does.
+error, no traceback), 130 interrupted, 141 where whoever read the output has gone. A command is a module with
+`configure(parser)` and `run(args) -> int`; it is imported when it is asked for, so that one command does not need
+what another one does.
 """
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -33,12 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         status: int = module.run(args)
+        sys.stdout.flush()
         return status
     except UserError as error:
         sys.stderr.write(f"kvblocks: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # What is still buffered would be an error again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleType | None]:

@@ -30,6 +30,8 @@ from kvblocks.traces.readers import read_trace
 EXAMPLE: Final = (
     "kvblocks plan llama-3.1-8b --gpu H100-80GB --context 32768 --p50 2000 --p95 12000 --users 64"
 )
+# Bytes and parameters: no larger number is meant, and floating point holds its products.
+_LARGEST: Final = 1 << 60
 _EPILOG: Final = f"""\
 units:
   SIZE    bytes with a unit: GiB, MiB are powers of 1024, GB, MB powers of 1000; 24GiB, 14GB, 1.5GiB
@@ -289,14 +291,19 @@ def _size(text: str) -> int:
     if text.strip() in ("0", "0B"):
         return 0
     try:
-        return parse_memory(text)
+        size = parse_memory(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if size > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected at most 2^60 bytes")
+    return size
 
 
 def _natural(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r}: expected an integer >= 0")
+    if len(text) > 12:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at most 12 digits")
     return int(text)
 
 
@@ -311,7 +318,10 @@ def _count(text: str) -> int:
     """An integer, or a number with K, M, B or T for thousands to trillions."""
     powers = {"K": 3, "M": 6, "B": 9, "T": 12}
     digits, power = (text[:-1], powers[text[-1]]) if text[-1:] in powers else (text, 0)
-    return int(_number(digits, text) * 10**power) or _positive("0")
+    number = int(_number(digits, text) * 10**power)
+    if not 1 <= number <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 to 2^60")
+    return number
 
 
 def _fraction(text: str) -> Fraction:
@@ -334,6 +344,8 @@ def _price(text: str) -> float:
 
 def _number(digits: str, text: str) -> Fraction:
     whole, _, decimals = digits.partition(".")
+    if len(text) > 24:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at most 24 characters")
     if not (whole + decimals).isdigit() or not (whole + decimals).isascii() or not whole:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number such as 7 or 0.9")
     return Fraction(int(whole + decimals), 10 ** len(decimals))

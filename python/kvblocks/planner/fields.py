@@ -15,6 +15,8 @@ from kvblocks.report import UserError
 # Where a model of several modalities keeps its language model, and what that inherits from the outside.
 _NESTED: Final = ("text_config", "language_config", "llm_config", "thinker_config")
 _INHERITED: Final = ("model_type", "torch_dtype", "dtype", "tie_word_embeddings", "quantization_config")
+# No size in a configuration is larger; it keeps products of a few sizes printable.
+_LARGEST: Final = 1 << 40
 
 _Default = TypeVar("_Default")
 
@@ -56,7 +58,9 @@ class Fields:
             return None
         number = as_integer(value)
         if number is None or number < minimum:
-            raise self.error(f"{'/'.join(names)} is {value!r}: expected an integer >= {minimum}")
+            raise self.error(f"{'/'.join(names)} is {_short(value)}: expected an integer >= {minimum}")
+        if number > _LARGEST:
+            raise self.error(f"{'/'.join(names)} is {_short(value)}: expected an integer <= 2^40")
         return number
 
     def integer(self, *names: str, minimum: int = 1) -> int:
@@ -68,13 +72,22 @@ class Fields:
             )
         return number
 
+    def choice(self, allowed: Iterable[str], *names: str) -> str | None:
+        """One of the `allowed` names, or None where the field is absent."""
+        value = self.find(*names)
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(f"{names[0]} is {_short(value)}: expected one of {', '.join(allowed)}")
+        return value
+
     def flag(self, name: str, fallback: _Default) -> bool | _Default:
         """A truth value, or `fallback` where the field is absent."""
         value = self.find(name)
         if value is None:
             return fallback
         if not isinstance(value, bool):
-            raise self.error(f"{name} is {value!r}: expected true or false")
+            raise self.error(f"{name} is {_short(value)}: expected true or false")
         return value
 
     def items(self, name: str, kind: type[_Default], length: int | None = None) -> list[_Default] | None:
@@ -121,11 +134,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def language_model(values: Mapping[str, Any], source: str) -> Fields:
     """The fields of the language model, which a model of several modalities keeps in an object of its own."""
-    for name in _NESTED:
-        inner = values.get(name)
-        if isinstance(inner, Mapping):
-            inherited = {key: values[key] for key in _INHERITED if key in values}
-            return language_model({**inherited, **inner}, f"{source}: {name}")
+    while name := next((key for key in _NESTED if isinstance(values.get(key), Mapping)), None):
+        inherited = {key: values[key] for key in _INHERITED if key in values}
+        values, source = {**inherited, **values[name]}, f"{source}: {name}"
     return Fields(values, source)
 
 

@@ -19,6 +19,8 @@ NUM_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "multi_query_group
 HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
 HEAD_DIM: Final = ("head_dim", "attention_head_dim", "kv_channels")
 
+_MOST_LAYERS: Final = 10_000
+
 # Names of layer types, in configurations of all ages.
 _FULL: Final = ("full_attention", "attention", "global_attention", "indexed_attention")
 _SLIDING: Final = ("sliding_attention", "local_attention")
@@ -30,7 +32,10 @@ _NOTHING: Final = ("mlp", "moe")
 
 def num_layers(fields: Fields) -> int:
     """Decoder layers."""
-    return fields.integer(*NUM_LAYERS)
+    number = fields.integer(*NUM_LAYERS)
+    if number > _MOST_LAYERS:
+        raise fields.error(f"{NUM_LAYERS[0]} is {number}: expected at most {_MOST_LAYERS}")
+    return number
 
 
 def num_query_heads(fields: Fields) -> int:
@@ -395,8 +400,9 @@ def decoder_decoder(fields: Fields) -> Layers:
     full, state = attention(fields), recurrent.mamba(fields)
     span = fields.find("sliding_window")
     if isinstance(span, list):
-        span = next((item for item in span if isinstance(item, int)), None)
-    local = sliding(full, span if isinstance(span, int) else window(fields))
+        span = next((item for item in span if type(item) is int), None)
+        fields = Fields({**fields.values, "sliding_window": span}, fields.source, fields.defaults)
+    local = sliding(full, window(fields))
     lower = [(state,) if index % 2 == 0 else (local,) for index in range(half)]
     return [*lower, (state,), (full,), *[()] * (num_layers(fields) - half - 2)]
 

@@ -15,13 +15,10 @@ _STATE_DTYPES: Final = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 def model_dtype(fields: Fields) -> str:
     """The dtype of the weights; float16 where the configuration names none, as recorded."""
-    name = fields.find("torch_dtype", "dtype")
+    name = fields.choice(DTYPE_BYTES, "torch_dtype", "dtype")
     if name is None:
-        fields.assumed["torch_dtype"] = "float16"
-        return "float16"
-    if name not in DTYPE_BYTES:
-        raise fields.error(f"torch_dtype is {name!r}: expected one of {', '.join(DTYPE_BYTES)}")
-    return str(name)
+        fields.assumed["torch_dtype"] = name = "float16"
+    return name
 
 
 def mamba(fields: Fields) -> State:
@@ -43,11 +40,10 @@ def mamba(fields: Fields) -> State:
 def mamba2(fields: Fields) -> State:
     """Mamba-2: a convolution over the inner channels and the groups' B and C, and a matrix for each head."""
     num_heads = fields.integer("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
-    inner = fields.optional_integer("mamba_d_ssm")
-    head_dim = fields.find("mamba_d_head", "mamba_head_dim", "mamba_headdim")
-    if isinstance(head_dim, int) and not isinstance(head_dim, bool):
-        inner = num_heads * head_dim
-    elif inner is None:
+    names = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    head_dim = None if fields.find(*names) == "auto" else fields.optional_integer(*names)
+    inner = fields.optional_integer("mamba_d_ssm") if head_dim is None else num_heads * head_dim
+    if inner is None:
         inner = fields.integer("mamba_expand", "expand") * fields.integer("hidden_size")
     if inner % num_heads:
         raise fields.error(f"{num_heads} Mamba heads do not divide {inner} inner channels")
@@ -122,9 +118,4 @@ def gated_recurrence(fields: Fields) -> State:
 
 
 def _state_dtype(fields: Fields) -> str:
-    name = fields.find(*_STATE_DTYPES)
-    if name is None:
-        return model_dtype(fields)
-    if name not in DTYPE_BYTES:
-        raise fields.error(f"{'/'.join(_STATE_DTYPES)} is {name!r}: expected one of {', '.join(DTYPE_BYTES)}")
-    return str(name)
+    return fields.choice(DTYPE_BYTES, *_STATE_DTYPES) or model_dtype(fields)

@@ -17,6 +17,8 @@ from kvblocks.planner.parameters import count_parameters
 from kvblocks.report import UserError
 
 INDEX: Final = "model.safetensors.index.json"
+# The format's own limit, in bytes.
+_LARGEST_HEADER: Final = 100_000_000
 # Bytes of a parameter; four bits without the scales, which differ from one scheme to the next.
 PARAMETER_BYTES: Final[Mapping[str, Fraction]] = {
     **{name: Fraction(size) for name, size in DTYPE_BYTES.items()},
@@ -99,8 +101,8 @@ def _from_index(path: Path) -> Weights:
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some writers give a whole number as a float.
     number = int(size) if isinstance(size, float) and size.is_integer() else as_integer(size)
-    if number is None or number < 1:
-        raise UserError(f"{path}: metadata.total_size is {size!r}: expected bytes, an integer >= 1")
+    if number is None or not 1 <= number <= 1 << 60:
+        raise UserError(f"{path}: metadata.total_size is {size!r}: expected bytes, an integer from 1 to 2^60")
     return Weights(number, f"metadata.total_size of {path}")
 
 
@@ -110,7 +112,7 @@ def _tensor_bytes(path: Path) -> int:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             total = path.stat().st_size
-            if not 2 <= length <= total - 8:
+            if not 2 <= length <= min(total - 8, _LARGEST_HEADER):
                 raise UserError(
                     f"{path}: header of {length} bytes in a file of {total}: expected safetensors"
                 )
