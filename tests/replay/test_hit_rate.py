@@ -18,7 +18,7 @@ from kvblocks.replay.hit_rate import (
     lru_hit_rate,
     model_hit_rate,
 )
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 from .helpers import make_trace
 

@@ -14,7 +14,7 @@ from kvblocks.replay.memory import Admitted, Memory, Refused
 from kvblocks.replay.paged import PagedMemory
 from kvblocks.replay.reservations import RESERVATIONS, ReservedMemory
 from kvblocks.replay.simulate import Engine, Run, _Simulation, simulate
-from kvblocks.replay.trace import Trace
+from kvblocks.traces.trace import Trace
 
 from .helpers import make_trace
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvblocks.replay.generate import LENGTHS, LogNormal, generate, parse_lengths
-from kvblocks.replay.trace import MAX_TOKENS
 from kvblocks.report import UserError
+from kvblocks.traces.trace import MAX_TOKENS
 
 from .helpers import make_trace
 
