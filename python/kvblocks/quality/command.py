@@ -1,0 +1,235 @@
+"""`kvblocks quality`: what cache formats cost on a model, and which of them are good enough.
+
+Owns the options, the defaults and the exit status. Imports the rest of the package and report.
+Invariant: bad input is a UserError before anything is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kvblocks import report
+from kvblocks.config import CacheConfig
+from kvblocks.quality.controls import CONTROLS, control
+from kvblocks.quality.evaluate import Grid, Text, evaluate
+from kvblocks.quality.lane import Variant, with_format
+from kvblocks.quality.likelihood import TextScore
+from kvblocks.quality.model import load_model
+from kvblocks.quality.render import as_json, plot_grid, print_result
+from kvblocks.quality.text import cut, read_text
+from kvblocks.quality.verdict import Thresholds
+from kvblocks.report import UserError
+
+DEFAULT_MODEL: Final = "smollm2.quality:smollm2"
+DEFAULT_FORMATS: Final = "fp8_e4m3 int8 int4 kivi4 kivi2 naive_int2"
+# name -> (full, quick)
+_SIZES: Final[dict[str, tuple[Any, Any]]] = {
+    "windows": (8, 2),
+    "window_tokens": (1024, 512),
+    "lengths": ([512, 1024, 2048], [512]),
+    "depths": ([0, 25, 50, 75, 100], [0, 50, 100]),
+    "trials": (1, 1),
+}
+_EPILOG: Final = """\
+A format is named as in CacheConfig(kv_format=...): "int8", "kivi2", "int8:channel,int8" for K and V of their own.
+naive_int2 is a control: two bits between each row's minimum and maximum, which a sound measurement has to fail.
+
+Exit status: 0; 1 if thresholds were given and a format fails one of them; 2 for input that cannot be used. Where none
+is given, the verdict is by the defaults, and the exit status stays 0; where some are, only these count.
+
+example:
+  kvblocks quality --formats fp8_e4m3 int8 --quick --max-kl 0.01
+"""
+
+_T = TypeVar("_T")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="MODULE:FUNCTION",
+        help="function that returns a kvblocks.quality.Model (default: SmolLM2-135M of this project's examples)",
+    )
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        default=DEFAULT_FORMATS.split(),
+        metavar="FORMAT",
+        help=f"formats to measure (default: {DEFAULT_FORMATS})",
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes: about a minute instead of many")
+    text = parser.add_argument_group("text")
+    text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: public-domain prose)")
+    text.add_argument("--windows", type=_least(0), help="windows of text, 0 for none (default: 8, quick 2)")
+    text.add_argument("--window-tokens", type=_least(2), help="tokens of a window (default: 1024, quick 512)")
+    text.add_argument(
+        "--scored-after",
+        type=_least(1),
+        default=256,
+        help="tokens of a window that are context only (default: 256)",
+    )
+    needle = parser.add_argument_group("needle grid")
+    needle.add_argument("--no-needle", action="store_true", help="leave the grid out")
+    needle.add_argument(
+        "--lengths",
+        nargs="+",
+        type=_least(1),
+        help="context lengths, tokens (default: 512 1024 2048, quick 512)",
+    )
+    needle.add_argument(
+        "--depths",
+        nargs="+",
+        type=_percent,
+        help="where the key stands, %% (default: 0 25 50 75 100, quick 0 50 100)",
+    )
+    needle.add_argument("--trials", type=_least(1), help="keys per length and depth (default: 1)")
+    cache = parser.add_argument_group("cache")
+    cache.add_argument(
+        "--reference", default=None, help="dtype of the cache that the others are compared with"
+    )
+    cache.add_argument(
+        "--block-size", type=_least(1), help="tokens a block (default: the model's, 32 for SmolLM2)"
+    )
+    cache.add_argument(
+        "--residual", type=_least(1), help="tokens that formats with a residual keep in 16 bit (default: 128)"
+    )
+    cache.add_argument("--backend", help="backend that computes (default: $KVBLOCKS_BACKEND, else cpu)")
+    cache.add_argument("--batch", type=_least(1), default=8, help="sequences computed together (default: 8)")
+    cache.add_argument("--chunk", type=_least(1), default=16, help="tokens of each in a step (default: 16)")
+    limits = parser.add_argument_group("thresholds")
+    for name, unit in (
+        ("max_kl", "mean KL divergence, nats"),
+        ("max_perplexity_increase", "fraction"),
+        ("min_top1", "fraction"),
+        ("min_needle", "fraction of the reference's exact matches"),
+    ):
+        default = getattr(Thresholds(), name)
+        limits.add_argument(f"--{name.replace('_', '-')}", type=_limit, help=f"{unit} (default: {default:g})")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures, unrounded; - for standard output"
+    )
+    output.add_argument("--plot", type=Path, metavar="FILE", help="draw the needle grids (.png, .svg, .pdf)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write; the exit status."""
+    sizes = {
+        name: getattr(args, name) if getattr(args, name) is not None else pair[args.quick]
+        for name, pair in _SIZES.items()
+    }
+    if args.plot and args.no_needle:
+        raise UserError("--plot draws the needle grid: leave --no-needle out")
+    report.require("rich")
+    if args.plot:
+        report.require("matplotlib")
+    model = load_model(args.model)
+    model = dataclasses.replace(model, config=_usable("--block-size", lambda: _config(model.config, args)))
+    variants = _usable("--formats", lambda: [_variant(name, model.config) for name in args.formats])
+    text = grid = None
+    if sizes["windows"]:
+        windows = cut(read_text(args.text), model.encode, sizes["windows"], sizes["window_tokens"])
+        text = _usable("--scored-after", lambda: Text(windows, args.scored_after))
+    if not args.no_needle:
+        depths = tuple(depth / 100 for depth in sizes["depths"])
+        grid = _usable("--lengths", lambda: Grid(tuple(sizes["lengths"]), depths, sizes["trials"]))
+    given = {name: value for name in _limits() if (value := getattr(args, name)) is not None}
+    thresholds = Thresholds(**(dict.fromkeys(_limits()) | given)) if given else Thresholds()
+    num_tokens = (text.num_tokens if text else 0) + (grid.num_tokens if grid else 0)
+    with report.progress("measuring", num_tokens * (1 + len(variants))) as progress:
+        result = _usable(
+            "kvblocks quality",
+            lambda: evaluate(
+                model,
+                variants,
+                text=text,
+                grid=grid,
+                thresholds=thresholds,
+                backend=args.backend,
+                batch_size=args.batch,
+                chunk_tokens=args.chunk,
+                progress=progress,
+            ),
+        )
+    settings = {
+        "model": model.name,
+        "text": str(args.text) if args.text else "public-domain prose of the project",
+        **sizes,
+        "scored_after": args.scored_after,
+        "block_size": model.config.block_size,
+        "residual_tokens": model.config.residual_tokens,
+        "chunk_tokens": args.chunk,
+    }
+    if str(args.json) != "-":
+        print_result(result, _title(model.name, result.reference.text))
+    if args.json:
+        report.write_json(args.json, as_json(result, settings, thresholds))
+    if args.plot:
+        plot_grid(result, args.plot, f"Passkey retrieval, {model.name}")
+    return 1 if given and not all(score.passes for score in result.scores) else 0
+
+
+def _limits() -> list[str]:
+    return [field.name for field in dataclasses.fields(Thresholds)]
+
+
+def _config(config: CacheConfig, args: argparse.Namespace) -> CacheConfig:
+    changes = {
+        "dtype": args.reference,
+        "block_size": args.block_size,
+        "residual_tokens": args.residual,
+    }
+    return dataclasses.replace(
+        config, **{name: value for name, value in changes.items() if value is not None}
+    )
+
+
+def _variant(name: str, config: CacheConfig) -> Variant:
+    return control(name, config) if name in CONTROLS else with_format(config, name)
+
+
+def _title(model: str, text: TextScore | None) -> str:
+    if text is None:
+        return model
+    return f"{model}, {text.num_tokens:,} scored tokens"
+
+
+def _usable(option: str, make: Callable[[], _T]) -> _T:
+    """What `make` returns; a ValueError of the library is the user's, and names the option."""
+    try:
+        return make()
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from error
+
+
+def _least(least: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    integer.__name__ = f"integer from {least}"
+    return integer
+
+
+def _percent(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0..100")
+    return value
+
+
+def _limit(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 0")
+    return value

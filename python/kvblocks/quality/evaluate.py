@@ -1,0 +1,213 @@
+"""The measurement: a reference and its variants over the same text and the same needle prompts.
+
+Owns `evaluate` and its results. Imports the other modules of the package; prints nothing.
+Invariant: every figure of a variant is taken beside the reference's in the same run, on the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvblocks.backends import Backend
+from kvblocks.quality.lane import Lane, Variant
+from kvblocks.quality.likelihood import TextScore, TextTally, log_softmax
+from kvblocks.quality.model import F32, IDS, Model
+from kvblocks.quality.needle import Cell, Prompt, Tally, exact_match, make_prompt
+from kvblocks.quality.verdict import Thresholds, failures
+
+
+@dataclass(frozen=True)
+class Text:
+    """What perplexity and divergence are measured on.
+
+    windows: token ids [num_windows, num_tokens], each read from an empty cache; predictions of the tokens from
+    `first_scored` (>= 1) on count.
+    """
+
+    windows: IDS
+    first_scored: int
+
+    def __post_init__(self) -> None:
+        if self.windows.ndim != 2 or not len(self.windows):
+            raise ValueError(f"windows has shape {self.windows.shape}: expected [num_windows, num_tokens]")
+        if not 1 <= self.first_scored < self.windows.shape[1]:
+            raise ValueError(
+                f"first_scored is {self.first_scored}: expected 1..{self.windows.shape[1] - 1}, "
+                f"as a window has {self.windows.shape[1]} tokens"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return int(self.windows.size)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The needle prompts: every context length (tokens) with every depth (0..1), `num_trials` keys each."""
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    num_trials: int
+
+    def __post_init__(self) -> None:
+        if not self.lengths or not self.depths or self.num_trials < 1:
+            raise ValueError(
+                f"a grid of {len(self.lengths)} lengths, {len(self.depths)} depths and {self.num_trials} trials: "
+                "expected at least one of each"
+            )
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths are {self.depths}: expected fractions from 0 to 1")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return sum(self.lengths) * len(self.depths) * self.num_trials
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a variant did; `failures` names each threshold that it fails, with both numbers."""
+
+    variant: Variant
+    text: TextScore | None
+    needle: list[Cell] | None
+    failures: list[str]
+
+    @property
+    def passes(self) -> bool:
+        """Whether it fails no threshold."""
+        return not self.failures
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one run: the reference's score, then each variant's in the order given."""
+
+    reference: Score
+    scores: list[Score]
+
+
+def evaluate(
+    model: Model,
+    variants: Sequence[Variant],
+    *,
+    text: Text | None = None,
+    grid: Grid | None = None,
+    thresholds: Thresholds | None = None,
+    backend: str | Backend | None = None,
+    batch_size: int = 8,
+    chunk_tokens: int = 16,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Result:
+    """Measure `variants` against the model's own cache, on text, on a needle grid, or on both.
+
+    batch_size: sequences that are computed together, chunk_tokens: tokens of each in a step (see `Lane`). progress is
+    told the tokens that are done, (text.num_tokens + grid.num_tokens) * (1 + len(variants)) in all. Raises ValueError
+    for sizes out of range and sequences beyond the model's context. Time: one forward pass a lane; memory: a cache
+    of batch_size sequences and a step's logits a lane.
+    """
+    if text is None and grid is None:
+        raise ValueError("nothing to measure: give a text, a grid, or both")
+    if batch_size < 1 or chunk_tokens < 1:
+        raise ValueError(f"batch_size is {batch_size}, chunk_tokens {chunk_tokens}: expected at least 1")
+    longest = max([*(grid.lengths if grid else ()), text.windows.shape[1] if text else 0])
+    if longest > model.context_tokens:
+        raise ValueError(f"a sequence has {longest} tokens, the model's context {model.context_tokens}")
+    everyone = [Variant("reference", model.config), *variants]
+    run = _Run(model, everyone, backend, batch_size, chunk_tokens, progress)
+    texts = run.text(text) if text else [None] * len(everyone)
+    needles = run.needle(grid) if grid else [None] * len(everyone)
+    measured = [
+        (text_score, exact_match(cells) if cells else None)
+        for text_score, cells in zip(texts, needles, strict=True)
+    ]
+    scores = [
+        Score(variant, text_score, cells, failures(thresholds or Thresholds(), measured[0], own))
+        for variant, text_score, cells, own in zip(everyone, texts, needles, measured, strict=True)
+    ]
+    return Result(scores[0], scores[1:])
+
+
+class _Run:
+    """The reference and the variants side by side: in every step each lane computes the same tokens."""
+
+    def __init__(
+        self,
+        model: Model,
+        variants: Sequence[Variant],
+        backend: str | Backend | None,
+        batch_size: int,
+        chunk_tokens: int,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._model, self._variants, self._backend = model, variants, backend
+        self._batch_size, self._chunk_tokens, self._progress = batch_size, chunk_tokens, progress
+
+    def text(self, text: Text) -> list[TextScore | None]:
+        tallies = [TextTally() for _ in self._variants]
+        num_tokens = text.windows.shape[1]
+        lanes = self._lanes(num_tokens)
+        for windows in _batches(text.windows, self._batch_size):
+            for first, step in self._steps(lanes, windows, text.first_scored - 1):
+                # The last position of a window predicts a token that nobody knows.
+                rows = [_flat(logits[:, : num_tokens - 1 - first]) for logits in step]
+                if not len(rows[0]):
+                    continue
+                targets = windows[:, first + 1 : first + 1 + len(rows[0]) // len(windows)].reshape(-1)
+                reference = log_softmax(rows[0])
+                for tally, own in zip(tallies, rows, strict=True):
+                    tally.add(reference, own, targets)
+        return [tally.score() for tally in tallies]
+
+    def needle(self, grid: Grid) -> list[list[Cell] | None]:
+        tallies = [Tally() for _ in self._variants]
+        for length in grid.lengths:
+            prompts: list[tuple[float, Prompt]] = [
+                (depth, make_prompt(self._model.encode, length, depth, trial))
+                for depth in grid.depths
+                for trial in range(grid.num_trials)
+            ]
+            lanes = self._lanes(length)
+            # The row before a token predicts it.
+            first = length - max(prompt.num_answer for _, prompt in prompts) - 1
+            for batch in _batches(prompts, self._batch_size):
+                tokens = np.array([prompt.ids for _, prompt in batch], np.int64)
+                steps = [step for _, step in self._steps(lanes, tokens, first)]
+                for tally, parts in zip(tallies, zip(*steps, strict=True), strict=True):
+                    rows = np.concatenate(parts, axis=1)
+                    for (depth, prompt), own in zip(batch, rows, strict=True):
+                        answer = np.array(prompt.ids[-prompt.num_answer :])
+                        tally.add(length, depth, own[-prompt.num_answer - 1 : -1], answer)
+        return [tally.cells() for tally in tallies]
+
+    def _lanes(self, num_tokens: int) -> list[Lane]:
+        return [
+            Lane(
+                self._model.forward,
+                variant,
+                num_seqs=self._batch_size,
+                num_tokens=num_tokens,
+                chunk_tokens=self._chunk_tokens,
+                backend=self._backend,
+            )
+            for variant in self._variants
+        ]
+
+    def _steps(self, lanes: Sequence[Lane], tokens: IDS, first_row: int) -> Iterator[tuple[int, list[F32]]]:
+        """For each step the position of its first row, and the logits of every lane."""
+        runs = [lane.run(tokens, first_row, self._progress) for lane in lanes]
+        for step in zip(*runs, strict=True):
+            yield step[0][0], [logits for _, logits in step]
+
+
+def _flat(rows: F32) -> F32:
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _batches(items: Any, size: int) -> Iterator[Any]:
+    return (items[start : start + size] for start in range(0, len(items), size))

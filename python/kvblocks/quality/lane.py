@@ -1,0 +1,129 @@
+"""One format's run of a batch: sequences read a chunk at a time out of a paged cache, as a server computes them.
+
+Owns `Variant` and `Lane`. Imports cache and model.
+Invariant: all lanes compute the same tokens in the same steps, so that what differs between them is what the cache
+gives back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvblocks._core import Allocated
+from kvblocks.backends import Backend
+from kvblocks.batch import Step
+from kvblocks.cache import PagedKVCache
+from kvblocks.config import CacheConfig
+from kvblocks.layout import Array
+from kvblocks.quality.model import F32, IDS, CacheView, Forward
+
+# (layer, k [num_tokens, num_kv_heads, head_dim], v) -> the K and V that are stored instead.
+Codec = Callable[[int, Array, Array], tuple[Array, Array]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compared with the reference: a cache format, or a codec whose result a plain cache stores.
+
+    codec: quantises and restores K and V before they are written, to try an idea before there is a format of it; it
+    sees the tokens of one step. bits: what it would store per element, where it is known.
+    """
+
+    name: str
+    config: CacheConfig
+    codec: Codec | None = None
+    bits: float | None = None
+
+
+class Lane:
+    """A variant's cache, with room for `num_seqs` sequences of `num_tokens` tokens at a time.
+
+    chunk_tokens: tokens of each sequence that a step computes. With a format that keeps the newest tokens in 16 bit, a
+    token sees those of its own chunk in 16 bit too: chunks of a block are what decoding token by token would see, to
+    within a block.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        variant: Variant,
+        *,
+        num_seqs: int,
+        num_tokens: int,
+        chunk_tokens: int,
+        backend: str | Backend | None = None,
+    ) -> None:
+        blocks = num_seqs * -(-num_tokens // variant.config.block_size)
+        self.variant = variant
+        self.chunk_tokens = chunk_tokens
+        self._forward = forward
+        self._cache = PagedKVCache(
+            variant.config,
+            num_blocks=blocks + 1,
+            backend=backend,
+            enable_prefix_cache=False,
+            max_seqs=num_seqs,
+            max_tokens=num_seqs * chunk_tokens,
+        )
+        self._view: CacheView = (
+            self._cache if variant.codec is None else _CodedView(self._cache, variant.codec)
+        )
+
+    def run(
+        self, tokens: IDS, first_row: int, progress: Callable[[int], None] = lambda _: None
+    ) -> Iterator[tuple[int, F32]]:
+        """Compute sequences [num_seqs, num_tokens] of equal length, a chunk a step; progress is told the tokens.
+
+        Yields for each step the position of its first row and the logits float32 [num_seqs, num_rows, vocab_size] of
+        the positions from `first_row` on; the last position's included. Steps before it yield no rows.
+        """
+        manager, cache = self._cache.manager, self._cache
+        num_seqs, num_tokens = tokens.shape
+        handles: list[int] = []
+        try:
+            for row in tokens:
+                answer = manager.allocate(manager.prepare(row))
+                if not isinstance(answer, Allocated):
+                    raise RuntimeError(f"the pool of a lane is too small: {answer}")
+                handles.append(answer.handle)
+            for start in range(0, num_tokens, self.chunk_tokens):
+                stop = min(start + self.chunk_tokens, num_tokens)
+                counts = [stop - start] * num_seqs
+                scheduled = cache.schedule(handles, counts)
+                if not scheduled:
+                    raise RuntimeError(f"the pool of a lane is too small: {scheduled.refusal}")
+                first = min(max(start, first_row), stop)
+                rows = np.arange(num_seqs)[:, None] * (stop - start) + np.arange(first - start, stop - start)
+                logits = self._forward(self._view, tokens[:, start:stop].reshape(-1), rows.reshape(-1))
+                manager.commit(handles, counts)
+                progress(sum(counts))
+                yield first, logits.reshape(num_seqs, stop - first, logits.shape[-1])
+        finally:
+            manager.free(handles)
+
+
+class _CodedView:
+    """A cache in which a codec stands before every write."""
+
+    def __init__(self, cache: PagedKVCache, codec: Codec) -> None:
+        self._cache, self._codec = cache, codec
+
+    @property
+    def step(self) -> Step:
+        return self._cache.step
+
+    def write(self, layer: int, k: Array, v: Array) -> None:
+        self._cache.write(layer, *self._codec(layer, k, v))
+
+    def attend(self, layer: int, q: Array) -> Array:
+        return self._cache.attend(layer, q)
+
+
+def with_format(config: CacheConfig, kv_format: str) -> Variant:
+    """The variant that stores `config`'s model in a format of the library's list; ValueError as CacheConfig's."""
+    changed = dataclasses.replace(config, kv_format=kv_format)
+    return Variant(kv_format, changed)

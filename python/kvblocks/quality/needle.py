@@ -1,0 +1,115 @@
+"""The passkey test: whether a number that was told once is still known a long text later.
+
+Owns the prompts, `Cell` and `Grid`. Imports NumPy only.
+Invariant: a prompt has exactly as many tokens as asked for, the answer included, and depends on nothing but its
+length, depth and trial.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks.quality.likelihood import F32, F64, log_softmax
+
+# The wording of Mohtashami and Jaggi, Landmark Attention, 2023 (arXiv:2305.16300), appendix: filler, key, question.
+_INTRODUCTION = "There is an important piece of information hidden in this text. Find it and memorize it.\n\n"
+_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+_NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
+_QUESTION = "\n\nWhat is the pass key? The pass key is"
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, whose last `num_answer` are the answer."""
+
+    ids: list[int]
+    num_answer: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One context length (tokens) and depth (0: first, 1: last) of a grid, over `num_trials` keys.
+
+    exact: fraction of the keys that greedy decoding repeats exactly. nll: negative log-likelihood of the answer in
+    nats a token.
+    """
+
+    length: int
+    depth: float
+    num_trials: int
+    exact: float
+    nll: float
+
+
+@dataclass
+class Tally:
+    """Collects the answers of a format; O(1) memory a prompt."""
+
+    answers: dict[tuple[int, float], list[tuple[bool, float]]] = field(default_factory=dict)
+
+    def add(self, length: int, depth: float, logits: F32, answer: NDArray[np.int64]) -> None:
+        """Add one prompt: the logits [num_answer, vocab_size] that predict its answer [num_answer].
+
+        The true answer was fed in, and where every token of it is the likeliest, decoding greedily gives the same.
+        """
+        own = log_softmax(logits)
+        nll: F64 = -own[np.arange(len(answer)), answer].astype(np.float64)
+        exact = bool((own.argmax(-1) == answer).all())
+        self.answers.setdefault((length, depth), []).append((exact, float(nll.mean())))
+
+    def cells(self) -> list[Cell]:
+        """The cells of the grid, by length, then depth."""
+        return [
+            Cell(
+                length,
+                depth,
+                len(answers),
+                float(np.mean([exact for exact, _ in answers])),
+                float(np.mean([nll for _, nll in answers])),
+            )
+            for (length, depth), answers in sorted(self.answers.items())
+        ]
+
+
+def exact_match(cells: Sequence[Cell]) -> float:
+    """Fraction of all keys of a grid that were repeated exactly."""
+    return sum(cell.exact * cell.num_trials for cell in cells) / sum(cell.num_trials for cell in cells)
+
+
+def make_prompt(encode: Encode, length: int, depth: float, trial: int) -> Prompt:
+    """The prompt of `length` tokens whose key stands at `depth` of the filler; ValueError where it is too short."""
+    key = random.Random(f"{length} {depth} {trial}").randrange(10_000, 100_000)
+    introduction, needle, line = (
+        list(encode(text.format(key=key))) for text in (_INTRODUCTION, _NEEDLE, _FILLER)
+    )
+    question, num_answer = _question(encode, key)
+    num_filler = length - len(introduction) - len(needle) - len(question)
+    if num_filler < len(line):
+        least = length + len(line) - num_filler
+        raise ValueError(
+            f"a context of {length} tokens is too short for the prompt: expected at least {least}"
+        )
+    # Whole lines before the key; the first line of all is cut so that the sum is right.
+    lines, rest = divmod(num_filler, len(line))
+    before = round(depth * lines)
+    cut = line[len(line) - rest :]
+    ids = [*introduction, *cut, *(line * before), *needle, *(line * (lines - before)), *question]
+    return Prompt(ids, num_answer)
+
+
+def _question(encode: Encode, key: int) -> tuple[list[int], int]:
+    """The ids of the question with its answer, and how many of them belong to the answer.
+
+    These begin where the ids for another key differ: whether a space is a token of its own is the tokenizer's affair.
+    """
+    other = 10_000 + (key + 40_000) % 90_000  # begins with another digit
+    ids, others = (list(encode(f"{_QUESTION} {number}")) for number in (key, other))
+    common = next(i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b)
+    return ids, len(ids) - common

@@ -1,0 +1,127 @@
+"""The figures against plain arithmetic, and what must not change them."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from kvblocks.quality import Grid, Text, Thresholds, Variant, evaluate, with_format
+from kvblocks.quality.controls import control
+from kvblocks.quality.likelihood import divergence, log_softmax
+from smollm2.contiguous import ContiguousCache
+
+from . import tiny
+
+RNG = np.random.default_rng(5)
+WINDOWS = RNG.integers(0, tiny.CONFIG.vocab_size, (3, 70))
+TEXT = Text(WINDOWS, first_scored=20)
+
+
+def test_a_model_known_by_heart_has_the_perplexity_that_it_states() -> None:
+    windows = (np.arange(50)[None] + np.array([[0], [3]])) % 10
+    result = evaluate(tiny.counting(0.75), [], text=Text(windows, 7), batch_size=2, chunk_tokens=8)
+    text = result.reference.text
+    assert text is not None
+    assert text.num_tokens == 2 * 43
+    assert text.perplexity == pytest.approx(1 / 0.75)
+    assert (text.kl_mean, text.kl_max, text.top1) == (0, 0, 1)
+
+
+def test_perplexity_is_that_of_a_contiguous_cache() -> None:
+    nll = []
+    for window in WINDOWS:
+        cache = ContiguousCache(tiny.llama(), len(window))
+        logits = [cache.extend([token]).astype(np.float64) for token in window[:-1].tolist()]
+        for row, target in zip(logits[19:], window[20:], strict=True):
+            nll.append(np.log(np.exp(row).sum()) - row[target])
+    text = evaluate(tiny.model(), [], text=TEXT).reference.text
+    assert text is not None
+    assert text.num_tokens == len(nll)
+    assert text.perplexity == pytest.approx(math.exp(np.mean(nll)), rel=1e-5)
+
+
+@pytest.mark.parametrize(("batch_size", "chunk_tokens"), [(1, 70), (2, 7), (3, 1)])
+def test_batches_and_chunks_change_no_figure(batch_size: int, chunk_tokens: int) -> None:
+    model = tiny.model()
+    variants = [Variant("bfloat16", dataclasses.replace(model.config, dtype="bfloat16"))]
+    want = evaluate(model, variants, text=TEXT, batch_size=3, chunk_tokens=32)
+    got = evaluate(model, variants, text=TEXT, batch_size=batch_size, chunk_tokens=chunk_tokens)
+    for one, other in zip([want.reference, *want.scores], [got.reference, *got.scores], strict=True):
+        assert one.text is not None
+        assert other.text is not None
+        assert other.text.num_tokens == one.text.num_tokens
+        assert other.text.perplexity == pytest.approx(one.text.perplexity, rel=1e-5)
+        assert other.text.kl_mean == pytest.approx(one.text.kl_mean, rel=1e-2, abs=1e-7)
+
+
+def test_coarser_storage_diverges_more() -> None:
+    model = tiny.model()
+    same = Variant("same", model.config)
+    half = with_format(model.config, "float16")
+    brain = with_format(model.config, "bfloat16")
+    result = evaluate(model, [same, half, brain, control("naive_int2", model.config)], text=TEXT)
+    kls = [score.text.kl_mean for score in result.scores if score.text]
+    assert kls[0] == 0
+    assert 0 < kls[1] < kls[2] / 10
+    assert kls[2] < kls[3] / 100
+    assert [score.passes for score in result.scores] == [True, True, True, False]
+
+
+def test_progress_adds_up_to_the_tokens_of_all_lanes() -> None:
+    model, done = tiny.model(), []
+    grid = Grid((400,), (0.0, 1.0), 2)
+    evaluate(model, [Variant("same", model.config)], text=TEXT, grid=grid, progress=done.append)
+    assert sum(done) == 2 * (TEXT.num_tokens + grid.num_tokens)
+    assert grid.num_tokens == 1600
+
+
+def test_divergence_is_the_textbook_sum() -> None:
+    logits = RNG.normal(0, 3, (5, 40)).astype(np.float32)
+    others = logits + RNG.normal(0, 0.1, logits.shape).astype(np.float32)
+    p = np.exp(logits.astype(np.float64))
+    q = np.exp(others.astype(np.float64))
+    p /= p.sum(-1, keepdims=True)
+    q /= q.sum(-1, keepdims=True)
+    want = (p * np.log(p / q)).sum(-1)
+    np.testing.assert_allclose(divergence(log_softmax(logits), log_softmax(others)), want, rtol=1e-3)
+
+
+def test_a_token_that_the_model_rules_out_has_no_part_in_the_divergence() -> None:
+    logits = np.array([[0.0, 1.0, -np.inf]], np.float32)
+    assert divergence(log_softmax(logits), log_softmax(logits)) == [0.0]
+
+
+def test_a_format_that_rules_out_what_the_model_allows_diverges_without_bound() -> None:
+    one, other = (np.array([[0.0, x]], np.float32) for x in (1.0, -np.inf))
+    assert divergence(log_softmax(one), log_softmax(other)) == [np.inf]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "nothing to measure"),
+        ({"text": TEXT, "batch_size": 0}, "batch_size is 0"),
+        ({"grid": Grid((2048,), (0.5,), 1)}, "2048 tokens, the model's context 1024"),
+        ({"grid": Grid((30,), (0.5,), 1)}, "30 tokens is too short for the prompt: expected at least"),
+    ],
+)
+def test_impossible_measurements_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(tiny.model(), [], **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first_scored", [0, 70])
+def test_windows_that_score_nothing_are_refused(first_scored: int) -> None:
+    with pytest.raises(ValueError, match=rf"first_scored is {first_scored}: expected 1..69"):
+        Text(WINDOWS, first_scored)
+
+
+def test_thresholds_name_what_fails_with_both_numbers() -> None:
+    model = tiny.model()
+    limits = Thresholds(max_kl=1e-9, max_perplexity_increase=None, min_top1=1.0, min_needle=None)
+    bad = control("naive_int2", model.config)
+    [score] = evaluate(model, [bad], text=TEXT, thresholds=limits).scores
+    assert not score.passes
+    assert [failure.split()[0] for failure in score.failures] == ["KL", "top-1"]
+    assert all("1e-09" in failure or "100.0%" in failure for failure in score.failures)

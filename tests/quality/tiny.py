@@ -1,0 +1,59 @@
+"""Models for the tests: a random one with a real cache, and one that is known by heart."""
+
+import numpy as np
+
+from kvblocks import CacheConfig
+from kvblocks.quality import CacheView, Forward, Model
+from kvblocks.quality.model import F32, IDS
+from smollm2.model import Llama, ModelConfig, random_tensors
+from smollm2.quality import as_model
+
+CONFIG = ModelConfig(
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden_dim=32,
+    ffn_dim=48,
+    vocab_size=97,
+    context_length=1024,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+)
+
+
+class Characters:
+    """A tokenizer of the simplest kind: a character is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) % CONFIG.vocab_size for character in text]
+
+
+def llama() -> Llama:
+    return Llama(CONFIG, random_tensors(CONFIG, seed=3))
+
+
+def model() -> Model:
+    """A random model; what it predicts depends on its whole context."""
+    return as_model("tiny", llama(), Characters())  # type: ignore[arg-type]
+
+
+def counting(probability: float, vocab_size: int = 10) -> Model:
+    """Says with `probability` that the next token is one more than this one, all others alike."""
+    rest = (1 - probability) / (vocab_size - 1)
+
+    def forward(cache: CacheView, ids: IDS, rows: IDS) -> F32:
+        logits = np.full((len(rows), vocab_size), np.log(rest), np.float32)
+        logits[np.arange(len(rows)), (ids[rows] + 1) % vocab_size] = np.log(probability)
+        return logits
+
+    return fake(forward)
+
+
+def fake(forward: Forward) -> Model:
+    """A model without K and V."""
+    return Model("fake", forward, CacheConfig(1, 1, 8), 4096, lambda text: [ord(c) % 128 for c in text])
+
+
+def not_a_model() -> str:
+    return "text"
