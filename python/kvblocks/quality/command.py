@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvblocks import report
+import kvblocks.report as report
 from kvblocks.config import CacheConfig
 from kvblocks.quality.controls import CONTROLS, control
 from kvblocks.quality.evaluate import Grid, Text, evaluate

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from kvblocks import report
+import kvblocks.report as report
 from kvblocks.config import CacheConfig
 from kvblocks.quality.evaluate import Result, Score
 from kvblocks.quality.lane import Variant
