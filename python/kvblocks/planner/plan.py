@@ -97,6 +97,11 @@ class Scenario:
         """Users with a context of `num_tokens` that fit on all GPUs at the same time."""
         return self.users_per_replica(num_tokens) * self.num_replicas
 
+    def gpus_for(self, num_users: int, num_tokens: int) -> int | None:
+        """GPUs, in whole replicas, on which `num_users` users fit at `num_tokens`; None where no replica fits one."""
+        each = self.users_per_replica(num_tokens)
+        return -(-num_users // each) * self.num_ranks if each else None
+
     def users_by_chance(self, probability: float) -> int:
         """Users whose contexts, independent of one another, fit together with a probability, on all GPUs.
 

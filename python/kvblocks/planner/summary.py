@@ -198,6 +198,7 @@ def _target(question: Question, users: int) -> dict[str, Any]:
         "context_tokens": context,
         "fits_at_full": context is None or context >= scenario.lengths.max_tokens,
         "needed_bytes": needed,
+        "gpus_for_full": scenario.gpus_for(users, scenario.lengths.max_tokens),
         "short_by_bytes": max(0, needed - scenario.budget.cache_bytes),
     }
 

@@ -146,8 +146,12 @@ def _print_users(summary: dict[str, Any]) -> None:
             else "no context at all"
         )
         verdict = (
-            "fits" if target["fits_at_full"] else f"short by {format_bytes(target['short_by_bytes'])} a GPU"
+            "that, too, fits"
+            if target["fits_at_full"]
+            else f"short by {format_bytes(target['short_by_bytes'])} a GPU"
         )
+        if not target["fits_at_full"] and target["gpus_for_full"] is not None:
+            verdict += f", {target['gpus_for_full']:,} such GPUs hold them"
         write_line(f"{target['users']:,} users: {fits} fits; at the full context: {verdict}.")
     beyond = summary["context_beyond_weights_tokens"]
     write_line(
