@@ -500,6 +500,7 @@ class BlockManager:
         use_cache: bool = True,
         recompute_last_hit: bool = False,
         max_tokens: int | None = None,
+        max_resident_blocks: int | None = None,
     ) -> Ok | Later | Never:
         """What `allocate` with the same arguments would answer. O(hit blocks).
 
@@ -513,14 +514,17 @@ class BlockManager:
         use_cache: bool = True,
         recompute_last_hit: bool = False,
         max_tokens: int | None = None,
+        max_resident_blocks: int | None = None,
     ) -> Allocated | Later | Never:
         """Admit a request: pin its cached prefix, then take blocks for its first `reserve` tokens.
 
         reserve: the whole prompt by default; fewer for a chunk, more for room to grow. max_tokens: how long the
         sequence may become; room for it is kept from later admissions. recompute_last_hit: leave the last block
-        that was found to be computed again. At least one token is always left to compute, see `full_hit`. A
-        prompt handed out by `preempt` continues its own handle. Never is judged on the whole prompt, reserve and
-        max_tokens; Later on what must be free now. Raises StaleHandleError if the preempted sequence was freed
+        that was found to be computed again. max_resident_blocks: the most blocks it ever holds at once, where
+        `drop_range` takes out what a window leaves behind; both maxima are remembered over a preemption. At least
+        one token is always left to compute, see `full_hit`. A prompt handed out by `preempt` continues its own
+        handle. Never is judged on reserve, and on the whole prompt and max_tokens as far as they are resident;
+        Later on what must be free now. Raises StaleHandleError if the preempted sequence was freed
         or already resumed. O(blocks).
         """
     def commit(self, handles: _Handles, counts: _Counts, tokens: _Tokens | None = None) -> None:
@@ -575,14 +579,17 @@ class BlockManager:
         commit the counts afterwards. A slot may be both src and dst: copy in order, or read all first.
         """
     def set_max_tokens(self, handles: _Handles, max_tokens: _Counts) -> None:
-        """Declare how long sequences may become, at most what the pool can hold; admissions keep room. O(n)."""
+        """Declare how long sequences may become; admissions keep room. O(n).
+
+        At most what the pool can hold, but for sequences with a max_resident_blocks.
+        """
     def preempt(self, handles: _Handles) -> list[Prompt]:
         """Give the blocks back and hand out each token history; the handle stays, to be resumed by
         `allocate`.
 
         Steps in flight are dropped. Preempting a preempted sequence hands out the same history; a prompt from an
-        earlier preemption is stale once the sequence was resumed. Dropped ranges have to be computed again, so
-        a prompt longer than the pool cannot be resumed. O(tokens).
+        earlier preemption is stale once the sequence was resumed. Dropped ranges have to be computed again; where
+        the whole history is longer than the pool, `allocate` needs a reserve and a max_resident_blocks. O(tokens).
         """
     def free(self, handles: _Handles, *, missing_ok: bool = False) -> Freed:
         """End sequences. Legal at any stage.

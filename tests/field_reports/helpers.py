@@ -139,6 +139,7 @@ class Walk:
             "use_cache": b % 7 != 0,
             "recompute_last_hit": b % 5 == 0,
             "max_tokens": a % 30 if b % 3 == 0 else None,
+            "max_resident_blocks": 1 + a % 6 if b % 4 == 1 else None,
         }
 
     def resident(self) -> list[int]:

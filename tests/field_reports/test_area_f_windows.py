@@ -81,3 +81,49 @@ def test_p062_a_window_of_a_long_generation_needs_few_blocks() -> None:
     with pytest.raises(ValueError, match="inside a dropped block"):
         engine.manager.truncate(handle, 6)
     engine.pool()
+
+
+def test_p062_a_windowed_sequence_longer_than_the_pool_comes_back_from_a_preemption() -> None:
+    """Of 120 tokens, 30 blocks, a window of 8 and chunks of 4 hold 11 at a time: ceil((8 - 1 + 4 - 1) / 4) + 1 = 4."""
+    engine = Engine(6, 4, watermark_blocks=1)
+    manager, most = engine.manager, 4
+
+    def compute(handle: int, end: int) -> None:
+        """Compute up to `end` tokens by chunks, and let the window follow."""
+        while (start := manager.sequence(handle).num_computed) < end:
+            manager.drop_range(handle, 0, max(0, start - 7), unpublish=True)
+            chunk = min(4, end - start)
+            assert engine.step.schedule(handle, chunk)
+            manager.commit(handle, chunk, [*range(start, start + chunk)])
+            assert manager.sequence_usage(handle).live_blocks <= most
+
+    # Admitted as a window, too: a prompt of 60 tokens takes 15 blocks as a whole.
+    prompt = manager.prepare(range(60))
+    for options, need in [({}, 15), ({"max_resident_blocks": 7}, 7)]:
+        never = manager.allocate(prompt, 4, **options)
+        assert isinstance(never, kv.Never)
+        assert (never.need_blocks, never.capacity_blocks) == (need, 6)
+    answer = manager.allocate(prompt, 4, max_tokens=160, max_resident_blocks=most)
+    assert isinstance(answer, kv.Allocated)
+    assert manager.stats().promised_blocks == most - 1
+    compute(answer.handle, 120)
+    assert manager.stats().promised_blocks == most - manager.stats().live_blocks
+    manager.set_max_tokens(answer.handle, 200)  # more than the pool holds
+
+    for _ in range(2):
+        (history,) = manager.preempt(answer.handle)
+        assert history.num_tokens == 120
+        assert isinstance(manager.allocate(history), kv.Never)  # the whole of it at once
+        assert not manager.can_allocate(history, 4 * 7)
+        # What was declared before still holds; other requests are kept from what it may need.
+        assert manager.allocate(history, 4)
+        assert manager.stats().promised_blocks == most - 1
+        assert manager.can_allocate(manager.prepare(range(100, 104)))
+        later = engine.ask(range(100, 108))  # 2 blocks, 3 promised, 1 watermark, of 5
+        assert isinstance(later, kv.Later)
+        assert later.num_blocks == 1
+        compute(answer.handle, 120)
+        assert manager.tokens(answer.handle).tolist() == list(range(120))
+        engine.pool()
+    manager.free(answer.handle)
+    assert engine.pool()[1] == 0

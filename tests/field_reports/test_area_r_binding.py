@@ -110,8 +110,8 @@ arguments: st.SearchStrategy[Draw] = st.one_of(
 KEYWORDS = {
     "prepare": ("adapter", "salt", "media"),
     "match_prefix": ("recompute_last_hit",),
-    "can_allocate": ("reserve", "use_cache", "recompute_last_hit", "max_tokens"),
-    "allocate": ("reserve", "use_cache", "recompute_last_hit", "max_tokens"),
+    "can_allocate": ("reserve", "use_cache", "recompute_last_hit", "max_tokens", "max_resident_blocks"),
+    "allocate": ("reserve", "use_cache", "recompute_last_hit", "max_tokens", "max_resident_blocks"),
     "commit": ("tokens",),
     "truncate": ("spare",),
     "drop_range": ("unpublish",),

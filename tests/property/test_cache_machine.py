@@ -35,6 +35,7 @@ class Sequence:
     prompt: kv.Prompt | None = None  # set while preempted
     holes: set[int] = field(default_factory=set)  # columns
     max_tokens: int | None = None
+    max_resident: int | None = None
 
     @property
     def known(self) -> int:
@@ -69,10 +70,17 @@ admissions = st.fixed_dictionaries(
         "use_cache": st.sampled_from([True, True, True, False]),
         "recompute_last_hit": st.sampled_from([False, False, False, True]),
         "max_tokens": st.none() | st.none() | st.integers(0, 30),
+        "max_resident_blocks": st.none() | st.none() | st.integers(1, 12),
     }
 )
 MAX_LENGTH = 64
-DEFAULTS = {"reserve": None, "use_cache": True, "recompute_last_hit": False, "max_tokens": None}
+DEFAULTS = {
+    "reserve": None,
+    "use_cache": True,
+    "recompute_last_hit": False,
+    "max_tokens": None,
+    "max_resident_blocks": None,
+}
 managers = st.fixed_dictionaries(
     {
         "watermark_blocks": st.integers(0, 2),
@@ -140,10 +148,13 @@ class CacheMachine(RuleBasedStateMachine):
         assert answer.num_cached_tokens + answer.num_new_tokens == len(tokens)
         assert not tokens or answer.num_new_tokens >= 1
         assert prompt.handle in (None, answer.handle)
-        most = options["max_tokens"]
-        if most is None and answer.handle in self.seqs:
-            most = self.seqs[answer.handle].max_tokens
-        self.seqs[answer.handle] = Sequence(list(tokens), salt, len(tokens), cached, cached, max_tokens=most)
+        most, resident = options["max_tokens"], options["max_resident_blocks"]
+        if answer.handle in self.seqs:  # it remembers what was declared before
+            most = self.seqs[answer.handle].max_tokens if most is None else most
+            resident = self.seqs[answer.handle].max_resident if resident is None else resident
+        self.seqs[answer.handle] = Sequence(
+            list(tokens), salt, len(tokens), cached, cached, max_tokens=most, max_resident=resident
+        )
         return answer.handle
 
     @rule(tokens=prompts, salt=salts, options=admissions)
@@ -301,7 +312,10 @@ class CacheMachine(RuleBasedStateMachine):
         olds = [self.seqs[handle] for handle in handles]
         for row, parent in enumerate(parents):
             if parent != row:
-                self.seqs[handles[row]] = replace(olds[parent].snapshot(), max_tokens=olds[row].max_tokens)
+                old = olds[row]
+                self.seqs[handles[row]] = replace(
+                    olds[parent].snapshot(), max_tokens=old.max_tokens, max_resident=old.max_resident
+                )
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data(), keep=st.booleans())
@@ -366,7 +380,14 @@ class CacheMachine(RuleBasedStateMachine):
             assert prompt.tokens.tolist() == history
             assert prompt.handle == handle
         self.seqs[handle] = Sequence(
-            history, seq.salt, len(history), 0, 0, prompt=prompt, max_tokens=seq.max_tokens
+            history,
+            seq.salt,
+            len(history),
+            0,
+            0,
+            prompt=prompt,
+            max_tokens=seq.max_tokens,
+            max_resident=seq.max_resident,
         )
 
     @precondition(lambda self: any(seq.prompt for seq in self.seqs.values()))
@@ -453,7 +474,13 @@ class CacheMachine(RuleBasedStateMachine):
         named = {handle: [block for block in table if block] for handle, table in tables.items()}
         assert stats.logical_blocks == sum(map(len, named.values()))
         assert stats.promised_blocks == sum(
-            max(0, -(-(seq.max_tokens or 0) // self.block_size) - len(tables[handle]))
+            max(
+                0,
+                min(
+                    -(-(seq.max_tokens or 0) // self.block_size) - len(tables[handle]),
+                    MAX_LENGTH if seq.max_resident is None else seq.max_resident - len(named[handle]),
+                ),
+            )
             for handle, seq in self.seqs.items()
             if seq.prompt is None
         )

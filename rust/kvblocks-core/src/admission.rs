@@ -25,11 +25,19 @@ pub struct AdmissionOptions {
     pub recompute_last_hit: bool,
     /// How long the sequence may become, if that is known: see `Manager::set_max_tokens`.
     pub max_tokens: Option<usize>,
+    /// The most blocks that it ever holds at once, if `drop_range` takes out what a window has left behind.
+    pub max_resident_blocks: Option<usize>,
 }
 
 impl Default for AdmissionOptions {
     fn default() -> Self {
-        Self { reserve: None, use_cache: true, recompute_last_hit: false, max_tokens: None }
+        Self {
+            reserve: None,
+            use_cache: true,
+            recompute_last_hit: false,
+            max_tokens: None,
+            max_resident_blocks: None,
+        }
     }
 }
 
@@ -101,7 +109,7 @@ impl Manager {
             seq.tip = prefix::link(&self.pool.blocks, last);
         }
         seq.retract(self.size.column(cached), &self.pool);
-        seq.max_tokens = options.max_tokens;
+        (seq.max_tokens, seq.max_resident) = (options.max_tokens, options.max_resident_blocks);
         let (key, seq) = match prompt.resumes {
             Some(key) => {
                 self.seqs[key].replace(seq);
@@ -182,8 +190,13 @@ impl Manager {
         options: AdmissionOptions,
     ) -> std::result::Result<Admission, Refusal> {
         let reserve = options.reserve.unwrap_or(prompt.len());
-        let declared = options.max_tokens.unwrap_or(0);
-        let need_blocks = self.size.blocks(prompt.len().max(reserve).max(declared));
+        // What was declared before a preemption holds on.
+        let resumed = prompt.resumes.map(|key| &self.seqs[key]);
+        let declared = options.max_tokens.or(resumed.and_then(|seq| seq.max_tokens)).unwrap_or(0);
+        let resident = options.max_resident_blocks.or(resumed.and_then(|seq| seq.max_resident));
+        let resident = resident.unwrap_or(usize::MAX);
+        let whole = self.size.blocks(prompt.len().max(declared));
+        let need_blocks = self.size.blocks(reserve).max(whole.min(resident));
         let capacity_blocks = self.capacity();
         if need_blocks > capacity_blocks {
             return Err(Refusal::Never { need_blocks, capacity_blocks });
@@ -196,7 +209,7 @@ impl Manager {
         let mut need = num_new_blocks;
         if self.pool.num_live() > 0 {
             // What this request itself will grow to is promised to it, as is what the running ones have been.
-            let own = self.size.blocks(declared).saturating_sub(num_blocks);
+            let own = self.size.blocks(declared).min(resident).saturating_sub(num_blocks);
             need += self.watermark + self.counters.total.promised_blocks + own;
         }
         match need.saturating_sub(available) {

@@ -231,7 +231,8 @@ impl Manager {
         self.check_batch(handles, false)?;
         max_tokens.check("max_tokens", handles.len())?;
         let most = self.capacity() * self.size.get();
-        if let Some(row) = (0..handles.len()).find(|&row| max_tokens.at(row) > most) {
+        let is_bounded = |row: usize| self.seqs[handles[row]].max_resident.is_none();
+        if let Some(row) = (0..handles.len()).find(|&row| max_tokens.at(row) > most && is_bounded(row)) {
             let expected = format!("at most {most}, what the pool can hold");
             return Err(Error::Row { argument: "max_tokens", row, got: max_tokens.at(row) as i64, expected });
         }

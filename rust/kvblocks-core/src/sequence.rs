@@ -154,6 +154,8 @@ pub(crate) struct Sequence {
     pub prompt: Arc<Tokens>,
     /// Declared maximum of tokens.
     pub max_tokens: Option<usize>,
+    /// Declared maximum of blocks at one time.
+    pub max_resident: Option<usize>,
     /// Blocks merged away that steps in flight still read: (block, steps to wait for).
     pub retired: Vec<(BlockId, usize)>,
 }
@@ -183,6 +185,7 @@ impl Sequence {
             tip: Link { digest: prompt.root, content: ContentId::root(namespace) },
             prompt,
             max_tokens: None,
+            max_resident: None,
             retired: Vec::new(),
         }
     }
@@ -249,6 +252,7 @@ impl Sequence {
         // Rows that show the old table are out of date.
         next.epoch = self.epoch.wrapping_add(1);
         next.max_tokens = next.max_tokens.or(self.max_tokens);
+        next.max_resident = next.max_resident.or(self.max_resident);
         std::mem::replace(self, next)
     }
 
@@ -288,13 +292,12 @@ impl Sequence {
 
     /// Blocks that the table names, holes not counted, and what else is counted for it.
     pub fn share_now(&self, size: BlockSize) -> Share {
-        let limit = self.max_tokens.map_or(0, |tokens| size.blocks(tokens));
-        let promised = if self.is_preempted { 0 } else { limit.saturating_sub(self.blocks.len()) };
-        Share {
-            blocks: self.blocks.len() - self.num_holes,
-            promised,
-            ahead: self.num_reserved() - self.num_scheduled(),
-        }
+        let blocks = self.blocks.len() - self.num_holes;
+        let columns =
+            self.max_tokens.map_or(0, |tokens| size.blocks(tokens)).saturating_sub(self.blocks.len());
+        let resident = self.max_resident.map_or(usize::MAX, |most| most.saturating_sub(blocks));
+        let promised = if self.is_preempted { 0 } else { columns.min(resident) };
+        Share { blocks, promised, ahead: self.num_reserved() - self.num_scheduled() }
     }
 
     /// Ids of the known tokens: computed ones beside their blocks, the rest in the prompt. O(tokens).

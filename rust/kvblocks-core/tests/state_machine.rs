@@ -101,6 +101,7 @@ struct Options {
     use_cache: bool,
     recompute_last: bool,
     max_tokens: Option<usize>,
+    max_resident: Option<usize>,
     namespace: u32,
 }
 
@@ -111,14 +112,11 @@ impl Options {
             prop::bool::weighted(0.9),
             prop::bool::weighted(0.1),
             prop::option::weighted(0.2, 0..24usize),
+            prop::option::weighted(0.2, 1..8usize),
             prop_oneof![5 => Just(0u32), 1 => 1..3u32],
         )
-            .prop_map(|(reserve, use_cache, recompute_last, max_tokens, namespace)| Options {
-                reserve,
-                use_cache,
-                recompute_last,
-                max_tokens,
-                namespace,
+            .prop_map(|(reserve, use_cache, recompute_last, max_tokens, max_resident, namespace)| {
+                Options { reserve, use_cache, recompute_last, max_tokens, max_resident, namespace }
             })
     }
 
@@ -128,6 +126,7 @@ impl Options {
             use_cache: self.use_cache,
             recompute_last_hit: self.recompute_last,
             max_tokens: self.max_tokens,
+            max_resident_blocks: self.max_resident,
         }
     }
 
@@ -137,6 +136,7 @@ impl Options {
             use_cache: self.use_cache,
             recompute_last: self.recompute_last,
             max_tokens: self.max_tokens,
+            max_resident: self.max_resident,
             namespace: self.namespace,
         }
     }
@@ -316,7 +316,7 @@ impl Test {
         let ask = options.ask(tokens.len());
         let found = self.manager.match_prefix(prompt, options.recompute_last).unwrap();
         assert_eq!(found, self.reference.naive.cached_tokens(&tokens, Ask { use_cache: true, ..ask }));
-        let expected = self.naive().can_allocate(&tokens, ask);
+        let expected = self.naive().can_allocate(&tokens, ask, resumes);
         let could = self.manager.can_allocate(prompt, options.core()).unwrap();
         assert_eq!(could.map(|ok| (ok.num_cached_tokens, ok.num_new_blocks)), expected);
         let expected = self.naive().allocate(&tokens, ask, resumes);
@@ -738,7 +738,8 @@ impl StateMachineTest for Test {
                 for name in test.reference.pick([seq]) {
                     let handle = test.handle(name);
                     let answer = test.manager.set_max_tokens(&[handle], Counts::All(most as i32));
-                    if most > test.naive().capacity * test.naive().block_size {
+                    let is_bounded = test.naive().seqs[&name].max_resident.is_none();
+                    if is_bounded && most > test.naive().capacity * test.naive().block_size {
                         answer.unwrap_err();
                     } else {
                         answer.unwrap();

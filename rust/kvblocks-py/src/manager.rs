@@ -70,12 +70,14 @@ fn admission_options(
     use_cache: bool,
     recompute_last_hit: bool,
     max_tokens: Option<Int>,
+    max_resident_blocks: Option<Int>,
 ) -> PyResult<AdmissionOptions> {
     Ok(AdmissionOptions {
         reserve: optional_size("reserve", reserve)?,
         use_cache,
         recompute_last_hit,
         max_tokens: optional_size("max_tokens", max_tokens)?,
+        max_resident_blocks: optional_size("max_resident_blocks", max_resident_blocks)?,
     })
 }
 
@@ -205,7 +207,10 @@ impl PyBlockManager {
         self.lock(py)?.match_prefix(&prompt.0, recompute_last_hit).map_err(to_python)
     }
 
-    #[pyo3(signature = (prompt, reserve=None, *, use_cache=true, recompute_last_hit=false, max_tokens=None))]
+    #[pyo3(signature = (
+        prompt, reserve=None, *, use_cache=true, recompute_last_hit=false, max_tokens=None, max_resident_blocks=None,
+    ))]
+    #[allow(clippy::too_many_arguments)] // options, by name
     fn can_allocate(
         &self,
         py: Python<'_>,
@@ -214,13 +219,18 @@ impl PyBlockManager {
         use_cache: bool,
         recompute_last_hit: bool,
         max_tokens: Option<Int>,
+        max_resident_blocks: Option<Int>,
     ) -> PyResult<Py<PyAny>> {
-        let options = admission_options(reserve, use_cache, recompute_last_hit, max_tokens)?;
+        let options =
+            admission_options(reserve, use_cache, recompute_last_hit, max_tokens, max_resident_blocks)?;
         let answer = self.lock(py)?.can_allocate(&prompt.0, options).map_err(to_python)?;
         answers::admission(py, answer)
     }
 
-    #[pyo3(signature = (prompt, reserve=None, *, use_cache=true, recompute_last_hit=false, max_tokens=None))]
+    #[pyo3(signature = (
+        prompt, reserve=None, *, use_cache=true, recompute_last_hit=false, max_tokens=None, max_resident_blocks=None,
+    ))]
+    #[allow(clippy::too_many_arguments)] // options, by name
     fn allocate(
         &self,
         py: Python<'_>,
@@ -229,8 +239,10 @@ impl PyBlockManager {
         use_cache: bool,
         recompute_last_hit: bool,
         max_tokens: Option<Int>,
+        max_resident_blocks: Option<Int>,
     ) -> PyResult<Py<PyAny>> {
-        let options = admission_options(reserve, use_cache, recompute_last_hit, max_tokens)?;
+        let options =
+            admission_options(reserve, use_cache, recompute_last_hit, max_tokens, max_resident_blocks)?;
         let answer = self.lock(py)?.allocate(&prompt.0, options).map_err(to_python)?;
         answers::allocation(py, answer)
     }

@@ -52,6 +52,7 @@ pub struct Seq {
     pub preempted: bool,
     pub namespace: u32,
     pub max_tokens: Option<usize>,
+    pub max_resident: Option<usize>,
     /// Columns offered to the cache.
     pub published: usize,
     /// Number of the prefix that they hold.
@@ -69,6 +70,7 @@ pub struct Ask {
     pub use_cache: bool,
     pub recompute_last: bool,
     pub max_tokens: Option<usize>,
+    pub max_resident: Option<usize>,
     pub namespace: u32,
 }
 
@@ -208,7 +210,11 @@ impl Naive {
 
     fn promised_to(&self, seq: &Seq) -> usize {
         match seq.max_tokens {
-            Some(most) if !seq.preempted => self.blocks_for(most).saturating_sub(seq.table.len()),
+            Some(most) if !seq.preempted => {
+                let resident = seq.table.iter().filter(|&&block| block != HOLE).count();
+                let may_hold = seq.max_resident.unwrap_or(usize::MAX).saturating_sub(resident);
+                self.blocks_for(most).saturating_sub(seq.table.len()).min(may_hold)
+            }
             _ => 0,
         }
     }
@@ -380,9 +386,22 @@ impl Naive {
         (self.hits(tokens, ask).len() * self.block_size).min(tokens.len().saturating_sub(1))
     }
 
-    pub fn can_allocate(&self, tokens: &[u32], ask: Ask) -> Admission {
-        let declared = ask.max_tokens.unwrap_or(0);
-        let need = self.blocks_for(tokens.len().max(ask.reserve).max(declared));
+    /// With the maxima that the sequence to resume has declared before.
+    fn remember(&self, ask: Ask, resumes: Option<Name>) -> Ask {
+        let seq = resumes.map(|name| &self.seqs[&name]);
+        Ask {
+            max_tokens: ask.max_tokens.or(seq.and_then(|seq| seq.max_tokens)),
+            max_resident: ask.max_resident.or(seq.and_then(|seq| seq.max_resident)),
+            ..ask
+        }
+    }
+
+    /// `resumes`: the preempted sequence to continue.
+    pub fn can_allocate(&self, tokens: &[u32], ask: Ask, resumes: Option<Name>) -> Admission {
+        let ask = self.remember(ask, resumes);
+        let (declared, resident) = (ask.max_tokens.unwrap_or(0), ask.max_resident.unwrap_or(usize::MAX));
+        let whole = self.blocks_for(tokens.len().max(declared));
+        let need = self.blocks_for(ask.reserve).max(whole.min(resident));
         if need > self.capacity {
             return Err(Refusal::Never { need_blocks: need, capacity_blocks: self.capacity });
         }
@@ -391,7 +410,7 @@ impl Naive {
         let new = self.blocks_for(ask.reserve).saturating_sub(hits.len());
         let mut room = (self.free + self.queue.len() - unused_hits) as i64 - new as i64;
         if self.live() > 0 {
-            let own = self.blocks_for(declared).saturating_sub(new + hits.len());
+            let own = self.blocks_for(declared).min(resident).saturating_sub(new + hits.len());
             room -= (self.watermark + self.promised() + own) as i64;
         }
         match room {
@@ -407,7 +426,8 @@ impl Naive {
         ask: Ask,
         resumes: Option<Name>,
     ) -> Result<(Name, usize), Refusal> {
-        let (cached, new) = self.can_allocate(tokens, ask)?;
+        let (cached, new) = self.can_allocate(tokens, ask, resumes)?;
+        let ask = self.remember(ask, resumes);
         let mut table = self.hits(tokens, ask);
         for &hit in &table {
             self.blocks[hit].refs += 1;
@@ -430,7 +450,8 @@ impl Naive {
             table,
             preempted: false,
             namespace: ask.namespace,
-            max_tokens: ask.max_tokens.or_else(|| resumes.and_then(|name| self.seqs[&name].max_tokens)),
+            max_tokens: ask.max_tokens,
+            max_resident: ask.max_resident,
             published: hits,
             tip: last.unwrap_or(root(ask.namespace)),
             unlisted: false,
@@ -754,7 +775,7 @@ impl Naive {
         child.retired.clear();
         let full = child.computed / self.block_size;
         self.retract(&mut child, full);
-        child.max_tokens = None;
+        (child.max_tokens, child.max_resident) = (None, None);
         child.tokens.truncate(child.known());
         for &block in child.table.iter().filter(|&&block| block != HOLE) {
             self.blocks[block].refs += 1;
@@ -772,7 +793,7 @@ impl Naive {
                 continue;
             }
             let old = self.seqs.remove(&names[row]).unwrap();
-            next.max_tokens = old.max_tokens;
+            (next.max_tokens, next.max_resident) = (old.max_tokens, old.max_resident);
             self.seqs.insert(names[row], next);
             self.drop_all(old);
         }
