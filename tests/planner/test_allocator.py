@@ -1,5 +1,6 @@
 """The planner and the allocator agree to the block: what fits is allocated, one more is refused."""
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvblocks as kv
+from kvblocks.formats import FORMATS
 from kvblocks.planner.architectures import describe
 from kvblocks.planner.footprint import Pool
 from kvblocks.planner.lengths import fixed, log_normal
+from kvblocks.planner.levers import levers
 from kvblocks.planner.models import BUILT_IN
 
 from .helpers import scenario
@@ -136,3 +139,31 @@ def test_the_library_allocates_what_is_planned(kv_format: str) -> None:
     config = kv.CacheConfig(2, 3, 64, dtype="bfloat16", kv_format=kv_format)
     case = scenario("smollm2-135m", cache_bytes=1 << 20, kv_format=kv_format)
     assert case.footprint.pools[0].bytes_per_block == 15 * config.bytes_per_block
+
+
+@given(
+    name=st.sampled_from(sorted(BUILT_IN)),
+    kv_format=st.sampled_from(sorted(FORMATS)),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+    cache_bytes=st.integers(-(1 << 30), 1 << 40),
+    num_tokens=st.integers(1, 1 << 20),
+    prefix=st.integers(0, 1 << 20),
+)
+def test_levers_and_answers_hold_for_any_scenario(
+    name: str, kv_format: str, ranks: int, cache_bytes: int, num_tokens: int, prefix: int
+) -> None:
+    lengths = log_normal(-(-num_tokens // 10), -(-num_tokens // 2), num_tokens)
+    options = {"num_ranks": ranks, "num_gpus": 2 * ranks, "shared_prefix": prefix, "block_size": 32}
+    if describe(BUILT_IN[name], name).num_query_heads % ranks:
+        return
+    case = scenario(name, cache_bytes=cache_bytes, lengths=lengths, kv_format=kv_format, **options)
+    pulled = list(levers(case, growth=Fraction(2)))
+    assert pulled[0].scenario == case
+    for lever in pulled:
+        users = [lever.scenario.users(tokens) for _, tokens in lever.scenario.lengths.rows()]
+        assert users == sorted(users)
+        assert users[-1] % 2 == 0
+        one_more = users[-1] // 2 + 1
+        mean = lever.scenario.lengths.mean_tokens
+        assert lever.scenario.bytes_for(one_more, mean) > lever.scenario.budget.cache_bytes
+    assert 0 <= case.users_by_chance(0.99) <= case.users_by_chance(0.5)

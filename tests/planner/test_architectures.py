@@ -234,6 +234,7 @@ def test_defaults_of_the_model_type_are_used_and_told() -> None:
             decoder("nemotron_h", hybrid_override_pattern="M?"),
             r"hybrid_override_pattern is 'M\?': expected letters of",
         ),
+        (decoder("nemotron_h", hybrid_override_pattern="-E"), "none of the 2 layers owns a cache or a state"),
         (decoder("nemotron_h"), "no field hybrid_override_pattern or layers_block_type"),
         (decoder("nemotron-nas"), "no field block_configs"),
         (decoder("llama4", no_rope_layers=[1]), "no_rope_layers has 1 items: expected 12"),

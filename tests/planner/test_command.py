@@ -37,7 +37,7 @@ def test_the_example_of_the_help_works_as_pasted(capsys: pytest.CaptureFixture[s
     assert "32 x (128 x 2 B + 128 x 2 B) x 8 heads" in printed
     assert "Budget of one GPU (H100-80GB)" in printed
     assert "64 users: 6,992 tokens each fits; at the full context: short by" in printed
-    assert "2 bit, KIVI (kivi2, blocks of 32)" in printed
+    assert "2 bit: kivi2, blocks of 32" in printed
 
 
 def test_the_answer_of_the_known_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +61,7 @@ def test_the_answer_of_the_known_case(capsys: pytest.CaptureFixture[str]) -> Non
     assert [row["users"] for row in value["readings"]] == [33, 30, 33, 27, 29]
     users = {row["lever"]: row["users_at_full"] for row in value["levers"]}
     assert users["half the context"] == 61
-    assert users["FP8, one scale (fp8_e4m3:tensor)"] == 61
+    assert users["8 bit: fp8_e4m3:tensor"] == 61
     assert users["contiguous at the maximum, not paged"] == 30
 
 

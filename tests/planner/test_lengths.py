@@ -17,7 +17,8 @@ def test_the_mean_of_a_cut_log_normal_is_that_of_its_quantiles(p50: int, ratio: 
     quantiles = [NormalDist().inv_cdf((i + 0.5) / 2000) for i in range(2000)]
     mean = fmean(min(p50 * math.exp(sigma * z), longest) for z in quantiles)
     lengths = log_normal(p50, p95, longest)
-    assert lengths.mean_tokens == pytest.approx(mean, rel=0.01, abs=1.01)
+    # The midpoints miss a little of the tail; the mean is rounded up.
+    assert 0.99 * mean <= lengths.mean_tokens <= 1.03 * mean + 1
     assert 1 <= lengths.mean_tokens <= lengths.max_tokens == longest
     assert lengths.p95_tokens == min(p95, longest)
 

@@ -39,6 +39,8 @@ def describe(config: Mapping[str, Any], source: str, model_type: str | None = No
         raise UserError(_unknown(fields, name))
     fields.defaults.update(architecture.defaults)
     layers = _read(architecture, fields)
+    if not any(layers):
+        raise fields.error(f"none of the {len(layers)} layers owns a cache or a state")
     return Model(
         name=source,
         model_type=name,

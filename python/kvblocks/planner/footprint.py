@@ -7,7 +7,7 @@ which one `BlockManager` serves. Invariant: sizes are exact, and rounded up to w
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvblocks.formats import KVFormat, residual_slots
+from kvblocks.formats import KVFormat
 from kvblocks.planner.model import Attention, Model
 
 
@@ -116,9 +116,9 @@ def footprint(
         if cache.bytes_per_token is None:
             heads = cache.heads_per_rank(num_ranks)
             static_bytes += count * kv_format.fixed_bytes(heads, cache.key_dim, cache.value_dim)
-            if kv_format.has_residual:
-                row_bytes = 2 * heads * (cache.key_dim + cache.value_dim)
-                sequence_bytes += count * row_bytes * residual_slots(residual_tokens, block_size)
+            sequence_bytes += count * kv_format.residual_bytes(
+                residual_tokens, block_size, heads, cache.key_dim, cache.value_dim
+            )
     return Footprint(tuple(pools.values()), sequence_bytes, static_bytes)
 
 

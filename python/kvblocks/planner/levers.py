@@ -9,23 +9,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final
 
-from kvblocks.formats import KVFormat
+from kvblocks.formats import FORMATS, Format, KVFormat
 from kvblocks.planner.fields import Fields
 from kvblocks.planner.model import Attention, Cache, Model
 from kvblocks.planner.plan import Scenario
 
-# Formats that are compared, with what to call them.
-_FORMATS: Final = (
-    ("16 bit", "bfloat16"),
-    ("FP8, one scale", "fp8_e4m3:tensor"),
-    ("FP8", "fp8_e4m3"),
-    ("INT8", "int8"),
-    ("4 bit", "int4"),
-    ("4 bit, KIVI", "kivi4"),
-    ("2 bit, KIVI", "kivi2"),
-)
-# Tokens that a token-grouped format shares a scale over, and so a divisor of its blocks.
-_TOKEN_GROUP: Final = 32
+# Compared besides every name of FORMATS: 8 bit without a scale for each token.
+_ONE_SCALE: Final = "fp8_e4m3:tensor"
 
 
 @dataclass(frozen=True)
@@ -58,19 +48,7 @@ def levers(base: Scenario, *, growth: Fraction | None = None) -> Iterator[Lever]
         yield Lever(
             f"without {attention_name(base.model)[:3]}: K and V of every head", replace(base, model=unshared)
         )
-    for name, text in _FORMATS:
-        kv_format = KVFormat.parse(text)
-        if kv_format == base.kv_format or not base.model.attentions:
-            continue
-        if kv_format.is_plain and base.kv_format.is_plain:
-            continue
-        block_size = base.block_size
-        if kv_format.has_residual:
-            block_size = math.lcm(block_size, _TOKEN_GROUP)
-        suffix = f", blocks of {block_size}" if block_size != base.block_size else ""
-        if not _fits_rows(base.model, kv_format):
-            continue
-        yield Lever(f"{name} ({text}{suffix})", replace(base, kv_format=kv_format, block_size=block_size))
+    yield from _formats(base)
     yield Lever("half the context", replace(base, lengths=base.lengths.scaled(0.5)))
     if growth is not None:
         yield Lever(f"context x {float(growth):g}", replace(base, lengths=base.lengths.scaled(float(growth))))
@@ -84,13 +62,43 @@ def levers(base: Scenario, *, growth: Fraction | None = None) -> Iterator[Lever]
     yield Lever("contiguous at the maximum, not paged", replace(base, is_paged=False, shared_prefix=0))
 
 
-def _fits_rows(model: Model, kv_format: KVFormat) -> bool:
-    """Whether the rows of all layers can be packed."""
-    rows = [(cache.key_dim, cache.value_dim) for cache, _ in model.attentions]
-    return all(
-        (kv_format.k.bits >= 8 or key % 8 == 0) and (kv_format.v.bits >= 8 or value % 8 == 0)
-        for key, value in rows
-    )
+def _formats(base: Scenario) -> Iterator[Lever]:
+    """The other formats of the cache; a plain one only where the scenario's is none."""
+    if not base.model.attentions:
+        return
+    plain = () if base.kv_format.is_plain else ("bfloat16",)
+    quantised = (name for name in FORMATS if not KVFormat.parse(name).is_plain)
+    for text in (*plain, _ONE_SCALE, *quantised):
+        kv_format = KVFormat.parse(text)
+        block_size = math.lcm(
+            base.block_size, _tokens_of_a_group(kv_format.k), _tokens_of_a_group(kv_format.v)
+        )
+        if kv_format != base.kv_format and _holds(base.model, kv_format, block_size):
+            suffix = f", blocks of {block_size}" if block_size != base.block_size else ""
+            yield Lever(
+                f"{_bits(kv_format)} bit: {text}{suffix}",
+                replace(base, kv_format=kv_format, block_size=block_size),
+            )
+
+
+def _bits(kv_format: KVFormat) -> str:
+    """Bits of a code, of K and of V where those differ."""
+    return "/".join(dict.fromkeys(str(part.bits) for part in (kv_format.k, kv_format.v)))
+
+
+def _tokens_of_a_group(part: Format) -> int:
+    """Tokens that share a scale, which a block holds whole groups of."""
+    return part.group if part.scaling == "token_group" else 1
+
+
+def _holds(model: Model, kv_format: KVFormat, block_size: int) -> bool:
+    """Whether the rows of all layers can be stored in a format."""
+    try:
+        for cache, _ in model.attentions:
+            kv_format.check(block_size, cache.key_dim, cache.value_dim)
+    except ValueError:
+        return False
+    return True
 
 
 def _every_head(model: Model) -> Model | None:
