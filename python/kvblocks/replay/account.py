@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvblocks.replay.memory import Occupancy
 
-_MAX_SAMPLES = 2048
+_MAX_SAMPLES = 400
 # Bounds of the bins of `WeightedQuantiles`: each is 0.5 % wider than the one before.
 _RATIO = 1.005
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import kvblocks.report as report
 from kvblocks.replay import page, plots, tables
+from kvblocks.replay.account import Sample
 from kvblocks.replay.hit_rate import HitRate, Segments, capacities, ceiling, curve
 from kvblocks.replay.options import (
     configure,
@@ -256,6 +257,14 @@ def _figures(work: Work) -> dict[str, Callable[[Path], None]]:
     return figures
 
 
+def _series(result: Result) -> dict[str, list[float]]:
+    """Columns: the samples of a result field by field, in slots and requests, rounded to what a plot shows."""
+    return {
+        name: [round(float(getattr(sample, name)), 6) for sample in result.series]
+        for name in Sample.__dataclass_fields__
+    }
+
+
 def _data(
     args: argparse.Namespace, trace: Trace, engine: Engine, options: Options, work: Work
 ) -> dict[str, Any]:
@@ -272,10 +281,7 @@ def _data(
         "options": asdict(options),
         "over_context": args.over_context,
         "interrupted": work.interrupted,
-        "results": [
-            {**result.record(), "series": [asdict(sample) for sample in result.series]}
-            for result in work.results
-        ],
+        "results": [{**result.record(), "series": _series(result)} for result in work.results],
         "pool_sizes": _sizing_records(work),
         "hit_rates": [record for drawn in work.curves for record in drawn.records()],
     }

@@ -146,8 +146,9 @@ def model_hit_rate(
     """
     trace, size = segments.trace, segments.block_size
     nodes, blocks, places = segments.node.tolist(), segments.blocks.tolist(), segments.place.tolist()
-    needs = -(-trace.prompt_tokens.astype(np.int64) // size)
-    served = (needs <= capacity_blocks) | unlimited
+    counts = -(-trace.prompt_tokens // size)
+    served = (counts <= capacity_blocks) | unlimited
+    needs = counts.tolist()
     following = segments.next_request(served).tolist() if policy == "optimum" else []
     resident: dict[int, int] = {}
     key: dict[

@@ -6,7 +6,8 @@ carry units; series differ by more than colour.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,44 +38,62 @@ def titled(result: Result, results: Sequence[Result]) -> str:
     return f"{label(result, results)}, {pool}"
 
 
-def occupancy(path: Path, results: Sequence[Result]) -> None:
-    """Slots over time, a panel for each result: holding tokens, allocated in vain, cached; the pool as a line."""
+@contextlib.contextmanager
+def _panels(path: Path, results: Sequence[Result], **subplots: Any) -> Iterator[list[tuple[Any, Result]]]:
+    """A panel for each result, titled, with time below."""
     shown = [result for result in results if result.series][:_MAX_PANELS]
     columns = 1 if len(shown) == 1 else 2
     rows = -(-len(shown) // columns)
-    most = max(max(s.allocated + s.cached for s in r.series) for r in shown)
-    most = max([most, *(float(r.pool_tokens) for r in shown if r.pool_tokens is not None)])
-    unit, prefix = _scale(most)
     with report.figure(
         path,
-        width_inches=7 * columns,
-        height_inches=1 + 2.8 * rows,
+        width_inches=9 if columns == 1 else 14,
+        height_inches=1.2 + 2.8 * rows,
         nrows=rows,
         ncols=columns,
         squeeze=False,
-        sharex=False,
+        **subplots,
     ) as axes:
+        yield list(zip(axes.flat, shown, strict=False))
         for panel, result in zip(axes.flat, shown, strict=False):
-            _occupancy(panel, result, unit)
             panel.set_title(titled(result, results), fontsize=10)
+            panel.set_xlim(0, result.duration or 1)
+            panel.set_ylim(0)
+            panel.set_xlabel(f"time [{result.time_unit}]")
         for panel in axes.flat[len(shown) :]:
             panel.set_axis_off()
-        for row in axes:
-            row[0].set_ylabel(f"slots [{prefix}tokens]")
-        for panel in axes[-1]:
-            panel.set_xlabel(f"time [{shown[0].time_unit}]")
-        axes.flat[0].legend(loc="upper left", fontsize=8, ncols=2, frameon=True, framealpha=0.85)
+
+
+def _steps(result: Result, name: str) -> Any:
+    """A field of the series at the begin of each stretch, and at the end of the last."""
+    values = [getattr(sample, name) for sample in result.series]
+    return np.append(values, values[-1:])
+
+
+def _times(result: Result) -> Any:
+    return np.array([sample.start for sample in result.series] + [result.duration])
+
+
+def occupancy(path: Path, results: Sequence[Result]) -> None:
+    """Slots over time, a panel for each result: holding tokens, allocated in vain, cached; the pool as a line."""
+    most = max(max(s.allocated + s.cached for s in r.series) for r in results if r.series)
+    unit, prefix = _scale(max([most, *(float(r.pool_tokens) for r in results if r.pool_tokens is not None)]))
+    with _panels(path, results) as panels:
+        handles: dict[str, Any] = {}
+        for panel, result in panels:
+            _occupancy(panel, result, unit)
+            panel.set_ylabel(f"slots [{prefix}tokens]")
+            handles |= {
+                label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+            }
+        names = list(handles)
+        panels[0][0].figure.legend(
+            list(handles.values()), names, loc="outside upper center", ncols=len(names)
+        )
 
 
 def _occupancy(panel: Any, result: Result, unit: float) -> None:
-    times = np.array([s.start for s in result.series] + [result.duration])
-
-    def steps(values: Sequence[float]) -> Any:
-        return np.append(values, values[-1:]) / unit
-
-    used, allocated, cached = (
-        steps([getattr(s, name) for s in result.series]) for name in ("used", "allocated", "cached")
-    )
+    times = _times(result)
+    used, allocated, cached = (_steps(result, name) / unit for name in ("used", "allocated", "cached"))
     style: dict[str, Any] = {"step": "post", "linewidth": 0}
     panel.fill_between(times, 0, used, color=_USED, label="hold tokens", **style)
     panel.fill_between(times, used, allocated, color=_NEVER, label="allocated in vain", **style)
@@ -92,8 +111,25 @@ def _occupancy(panel: Any, result: Result, unit: float) -> None:
         panel.axvline(
             result.first_oom_time, color="black", linestyle=":", linewidth=1.2, label="first out of memory"
         )
-    panel.set_xlim(0, result.duration or 1)
-    panel.set_ylim(0)
+
+
+def running(path: Path, results: Sequence[Result]) -> None:
+    """Requests running at once over time, a panel for each result, all to the same scale."""
+    with _panels(path, results, sharey=True) as panels:
+        for panel, result in panels:
+            counts = _steps(result, "running")
+            panel.step(_times(result), counts, where="post", linewidth=1.2, color=_USED)
+            panel.axhline(result.running_mean, color="black", linestyle="--", linewidth=1)
+            panel.annotate(
+                f"mean {result.running_mean:,.1f}",
+                xy=(0.99, result.running_mean),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="right",
+                fontsize=9,
+            )
+            panel.set_ylabel("requests running")
 
 
 def waste(path: Path, results: Sequence[Result]) -> None:
@@ -124,27 +160,6 @@ def _parts(results: Sequence[Result]) -> list[tuple[str, str, str, Any]]:
         ("never used", _NEVER, "xx", share(lambda r: r.waste_never_used)),
         ("internal", _INTERNAL, "..", share(lambda r: r.waste_internal)),
     ]
-
-
-def running(path: Path, results: Sequence[Result]) -> None:
-    """Requests running at once over time, a line for each result."""
-    with report.figure(path) as axes:
-        for index, result in enumerate(results):
-            times = [s.start for s in result.series] + [result.duration]
-            counts = [s.running for s in result.series]
-            axes.step(
-                times,
-                counts + counts[-1:],
-                where="post",
-                linewidth=1.4,
-                label=titled(result, results),
-                **report.series_style(index),
-            )
-        axes.set_xlim(0)
-        axes.set_ylim(0)
-        axes.set_xlabel(f"time [{results[0].time_unit}]")
-        axes.set_ylabel("requests running at once")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize=8)
 
 
 def pools(path: Path, sizings: Sequence[Sizing]) -> None:

@@ -99,6 +99,7 @@ def print_results(results: Sequence[Result]) -> None:
             ("\np99", lambda r: tokens(r.kv_tokens_p99)),
             ("\npeak", lambda r: tokens(r.kv_tokens_peak)),
             ("sharing", lambda r: f"{r.sharing:.2f}"),
+            (f"duration\n[{unit}]", lambda r: time(r.duration)),
         ],
     )
     _print(
@@ -119,7 +120,6 @@ def print_results(results: Sequence[Result]) -> None:
                 if unit == "s"
                 else []
             ),
-            (f"duration\n[{unit}]", lambda r: time(r.duration)),
         ],
     )
     if any(r.policy == "prefix" or r.preemptions for r in results):
