@@ -1,6 +1,7 @@
 """Lengths of contexts."""
 
 import math
+from fractions import Fraction
 from statistics import NormalDist, fmean
 
 import pytest
@@ -34,4 +35,4 @@ def test_observed_lengths_are_cut_and_ranked() -> None:
 def test_rows_are_named_and_equal_ones_merged() -> None:
     assert fixed(10).rows() == [("full", 10)]
     assert [name for name, _ in log_normal(5, 10, 20).rows()] == ["full", "p95", "mean"]
-    assert log_normal(5, 10, 20).scaled(1.5).p95_tokens == 15
+    assert log_normal(5, 10, 20).scaled(Fraction(11, 10)).p95_tokens == 11

@@ -6,6 +6,7 @@ Owns `Lengths`. All in tokens, prompt and output together.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import NormalDist
 from typing import Final
 
@@ -31,7 +32,7 @@ class Lengths:
         rows = [("full", self.max_tokens), ("p95", self.p95_tokens), ("mean", self.mean_tokens)]
         return rows if len({tokens for _, tokens in rows}) > 1 else [("full", self.max_tokens)]
 
-    def scaled(self, factor: float) -> "Lengths":
+    def scaled(self, factor: Fraction) -> "Lengths":
         """All lengths times a factor, rounded up."""
 
         def scale(tokens: int) -> int:
@@ -41,7 +42,7 @@ class Lengths:
             scale(self.max_tokens),
             scale(self.p95_tokens),
             scale(self.mean_tokens),
-            f"{self.source}, times {factor:g}",
+            f"{self.source}, times {float(factor):g}",
             tuple(map(scale, self.sample)),
         )
 

@@ -41,7 +41,7 @@ def attention_name(model: Model) -> str:
 
 
 def levers(base: Scenario, *, growth: Fraction | None = None) -> Iterator[Lever]:
-    """The scenario as given, then with each lever pulled alone; those that change nothing are left out."""
+    """The scenario as given, then with each lever pulled alone; those that cannot change anything are left out."""
     yield Lever("as given", base)
     unshared = _every_head(base.model)
     if unshared is not None:
@@ -49,14 +49,12 @@ def levers(base: Scenario, *, growth: Fraction | None = None) -> Iterator[Lever]
             f"without {attention_name(base.model)[:3]}: K and V of every head", replace(base, model=unshared)
         )
     yield from _formats(base)
-    yield Lever("half the context", replace(base, lengths=base.lengths.scaled(0.5)))
+    yield Lever("half the context", replace(base, lengths=base.lengths.scaled(Fraction(1, 2))))
     if growth is not None:
-        yield Lever(f"context x {float(growth):g}", replace(base, lengths=base.lengths.scaled(float(growth))))
-    if not base.model.attentions:
-        pass
-    elif base.shared_prefix:
+        yield Lever(f"context x {float(growth):g}", replace(base, lengths=base.lengths.scaled(growth)))
+    if base.shared_prefix:
         yield Lever("without the shared prefix", replace(base, shared_prefix=0))
-    else:
+    elif base.model.attentions:
         prefix = base.lengths.mean_tokens // 2
         yield Lever(f"half of the mean shared ({prefix:,} tokens)", replace(base, shared_prefix=prefix))
     yield Lever("contiguous at the maximum, not paged", replace(base, is_paged=False, shared_prefix=0))
