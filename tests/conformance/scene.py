@@ -56,15 +56,15 @@ def misaligned(array: np.ndarray) -> np.ndarray:
 
 
 def fill(harness: Harness, cache: LayerCache, byte: int = NAN_BYTES) -> None:
-    """Set every byte of the storage."""
-    for array in (cache.k, cache.v):
+    """Set every byte of the storage, scales that blocks have of their own included."""
+    for array in cache.block_arrays:
         host = np.full(array.shape, byte, np.uint8).repeat(array.dtype.itemsize, axis=-1).view(array.dtype)
         array[...] = harness.to_device(host)
 
 
 def snapshot(harness: Harness, *caches: LayerCache) -> list[bytes]:
     """The bytes of whole pools."""
-    return [harness.to_host(array).tobytes() for cache in caches for array in (cache.k, cache.v)]
+    return [harness.to_host(array).tobytes() for cache in caches for array in cache.block_arrays]
 
 
 def rows_close(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> None:

@@ -351,3 +351,11 @@ def test_parts_that_only_values_have(harness: Harness) -> None:
     part = parse_format("kivi2", "v")
     encoded = quantize(harness, np.ones((3, 1, 32), np.float32), part, "amax")
     assert encoded.scale.shape == (3, 1, 1)
+
+
+@pytest.mark.parametrize("part", SCALED, ids=full_name)
+def test_no_tokens(harness: Harness, part: Format) -> None:
+    encoded = quantize(harness, np.empty((0, 2, 16), np.float32), part, "amax")
+    assert encoded.num_clipped.tolist() == [0, 0]
+    assert encoded.amax.tolist() == [0, 0]
+    assert dequantize(harness, encoded, part).shape == (0, 2, 16)

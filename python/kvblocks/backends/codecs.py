@@ -185,9 +185,9 @@ def _encode_groups(x: F32, part: Format) -> tuple[NDArray[np.uint8], NDArray[Any
     if part.scaling == "group":
         padding = -dim % part.group
         members = np.pad(x, ((0, 0), (0, 0), (0, padding)), constant_values=np.nan)
-        members, axis = members.reshape(num_tokens, num_heads, -1, part.group), 3
+        members, axis = members.reshape(num_tokens, num_heads, -(-dim // part.group), part.group), 3
     else:
-        members, axis = x.reshape(-1, part.group, num_heads, dim), 1
+        members, axis = x.reshape(num_tokens // part.group, part.group, num_heads, dim), 1
     finite = np.isfinite(members)
     lowest = np.min(members, axis=axis, initial=np.inf, where=finite)
     highest = np.max(members, axis=axis, initial=-np.inf, where=finite)
