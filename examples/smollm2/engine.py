@@ -221,7 +221,7 @@ class Engine:
         """All samples of a request whose prompt has just been computed; else the sequence alone."""
         if seq.seats == 1:
             return [seq]
-        handles = self.manager.fork([seq.handle], seq.seats - 1)
+        handles = self.cache.fork([seq.handle], seq.seats - 1)
         seq.seats = 1
         children = [
             Seq(

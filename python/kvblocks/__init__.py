@@ -28,20 +28,26 @@ from kvblocks._core import (
 )
 from kvblocks.backends import Backend, get_backend
 from kvblocks.batch import PackedStep, Step
-from kvblocks.cache import PagedKVCache
+from kvblocks.cache import PagedKVCache, SavedSequence
+from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig, parse_memory
+from kvblocks.formats import FORMATS, Format, KVFormat
 from kvblocks.layout import LayerCache
 
 __all__ = [
+    "FORMATS",
     "Allocated",
     "Backend",
     "BlockManager",
     "CacheConfig",
+    "Calibration",
     "Dropped",
     "ForkedProcessError",
+    "Format",
     "Fragmentation",
     "Freed",
     "KVBlocksError",
+    "KVFormat",
     "Later",
     "LayerCache",
     "Never",
@@ -50,6 +56,7 @@ __all__ = [
     "PagedKVCache",
     "PreemptedError",
     "Prompt",
+    "SavedSequence",
     "Scheduled",
     "Sequence",
     "SequenceUsage",

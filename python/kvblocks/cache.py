@@ -1,13 +1,14 @@
 """A paged KV cache: the block manager, a step and a backend's storage, put together for an engine.
 
-Owns `PagedKVCache`. Imports batch, backends, config, residual, rotation and the core; here the allocator meets
-tensors. Invariant: the manager decides which block, the caller decides when, the backend moves the bytes. A
-step's copies are made before `schedule` returns, so nothing can be written in between. Any thread may call, but a
-step belongs to one at a time: `write` and `attend` read the arrays that the next `schedule` fills anew.
+Owns `PagedKVCache` and `SavedSequence`. Imports what stands below it and the core; here the allocator meets tensors.
+Invariant: the manager decides which block, the caller decides when, the backend moves the bytes. A step's copies are
+made before `schedule` returns, so nothing can be written in between. Any thread may call, but a step belongs to one at
+a time: `write` and `attend` read the arrays that the next `schedule` fills anew.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 from kvblocks._core import BlockManager, Scheduled
 from kvblocks.backends import Backend, get_backend
 from kvblocks.batch import Step
+from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig, as_integer, parse_memory
+from kvblocks.formats import Format, Part
 from kvblocks.layout import Array, LayerCache, dtype_name, from_float32, to_float32
-from kvblocks.residual import Residual
+from kvblocks.residual import Residual, SavedResidual
 from kvblocks.rotation import rotate
 
 if TYPE_CHECKING:
@@ -27,14 +30,38 @@ if TYPE_CHECKING:
     from kvblocks._core import _Counts, _Handles, _ScheduleOptions
 
 
+@dataclass(frozen=True, eq=False)
+class SavedSequence:
+    """A sequence's tokens outside a cache, of `num_tokens` tokens; what `PagedKVCache.restore` takes.
+
+    blocks: per layer, the arrays of `LayerCache.block_arrays` with one entry of each block [columns, ..]. scales: the
+    static scales of the cache that it is from.
+    """
+
+    config: CacheConfig = field(repr=False)
+    num_tokens: int
+    blocks: list[list[Array]] = field(repr=False)
+    scales: list[Array] = field(repr=False)
+    residual: SavedResidual | None = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        rows = [] if self.residual is None else [array for array in self.residual.rows if array is not None]
+        return sum(
+            int(array.nbytes) for array in (*(array for arrays in self.blocks for array in arrays), *rows)
+        )
+
+
 class PagedKVCache:
     """Paged K/V of all layers of one model, allocated by `manager`, indexed by `step`, moved by `backend`.
 
     num_blocks: blocks of storage, the null block included; or memory: bytes or "8GiB", of which whole blocks
     are used. Give one of the two. backend: a name, a Backend, or None for the environment's choice. max_seqs,
     max_tokens, max_blocks_per_seq: sizes of the step, see `Step`. residual_seqs: sequences that may have a
-    residual at once, where a format has one; max_seqs by default. The rest is the block manager's. The cache
-    owns the storage, its contents undefined at first; static scales have to be set before the first write.
+    residual at once, where a format has one; max_seqs by default. calibration: takes in all that is written, until it
+    is frozen. The rest is the block manager's. The cache owns the storage, its contents undefined at first; static
+    scales have to be set before the first write.
     Raises ValueError for sizes out of range and a backend that is unknown or refuses the config.
     """
 
@@ -52,6 +79,7 @@ class PagedKVCache:
         max_tokens: int = 8192,
         max_blocks_per_seq: int | None = None,
         residual_seqs: int | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         if not isinstance(config, CacheConfig):
             raise TypeError(f"config: {type(config).__name__}, expected a CacheConfig")
@@ -90,6 +118,7 @@ class PagedKVCache:
         )
         self.layers: list[LayerCache] = self.backend.allocate(config, num_blocks)
         self.residual = Residual(config, residual_seqs) if config.has_residual else None
+        self.calibration = calibration
         self._written = [False] * config.num_layers
 
     @property
@@ -128,10 +157,31 @@ class PagedKVCache:
             if not (np.isfinite(values) & (values > 0)).all():
                 raise ValueError(f"{name}: expected finite scales > 0")
             checked.append((target, values))
-        if checked and self._written[number]:
-            raise ValueError(f"layer {number} has been written with the scales that it has")
+        if checked:
+            self._refuse_written(number)
         for target, values in checked:
             target[...] = values
+
+    def apply_scales(self, calibration: Calibration, percent: float = 100) -> None:
+        """Set every static scale from a calibration; `percent` of a head's elements are not clipped.
+
+        Scales of channels are those of their largest magnitude, whatever percent is. Raises as `set_scales` and
+        `Calibration.scale` do, before the first one is set.
+        """
+        scales: list[dict[str, Array]] = []
+        for layer, kv_format in enumerate(self.config.formats):
+            of_layer: dict[str, Array] = {}
+            parts: tuple[tuple[Part, Format], ...] = (("k", kv_format.k), ("v", kv_format.v))
+            for name, part in parts:
+                if part.is_static:
+                    reach = 100 if part.scaling == "channel" else percent
+                    of_layer[name] = calibration.scale(name, layer, part, reach)
+            scales.append(of_layer)
+        for layer, of_layer in enumerate(scales):
+            if of_layer:
+                self._refuse_written(layer)
+        for layer, of_layer in enumerate(scales):
+            self.set_scales(layer, **of_layer)
 
     def schedule(self, handles: _Handles, num_new: _Counts, **options: Unpack[_ScheduleOptions]) -> Scheduled:
         """Schedule a batch (see `Step.schedule`) and make its copies in all layers. O(tokens + copied bytes).
@@ -179,18 +229,62 @@ class PagedKVCache:
         if self.residual is not None:
             self.residual.copy_rows([children[parent] for parent in np.asarray(parents).tolist()], children)
 
+    def save(self, handle: int) -> SavedSequence:
+        """Copy a sequence's computed tokens out of the cache: whole blocks of every layer, and its residual.
+
+        The copy owns its memory, and the sequence may be freed. O(its blocks).
+        """
+        num_tokens = self.manager.sequence(handle).num_computed
+        table = self.manager.block_table(handle)[: -(-num_tokens // self.config.block_size)]
+        blocks = [[array[table] for array in cache.block_arrays] for cache in self.layers]
+        residual = None if self.residual is None else self.residual.save(int(handle))
+        scales = [array.copy() for array in self._static_scales()]
+        return SavedSequence(self.config, num_tokens, blocks, scales, residual)
+
+    def restore(self, handle: int, saved: SavedSequence) -> None:
+        """Bring saved tokens back, bit for bit, in place of the writes of a step.
+
+        Admit the sequence anew, schedule all that it lacks of the saved tokens, call this, commit. Blocks that were
+        found in the prefix cache are left as they are; admit with use_cache=False to have the saved ones. Raises
+        ValueError, before anything is written, unless the cache has the same config and static scales, and the
+        sequence as many tokens scheduled as were saved. O(its blocks).
+        """
+        sequence = self.manager.sequence(handle)
+        if saved.config != self.config:
+            raise ValueError(f"saved from a cache of {saved.config}, this one is of {self.config}")
+        for array, scale in zip(self._static_scales(), saved.scales, strict=True):
+            if array.shape != scale.shape or not (array == scale).all():
+                raise ValueError(
+                    "saved from a cache with other static scales: its codes mean something else here"
+                )
+        if sequence.num_scheduled != saved.num_tokens:
+            raise ValueError(
+                f"sequence {handle} has {sequence.num_scheduled} tokens scheduled, {saved.num_tokens} were saved"
+            )
+        first = sequence.num_computed // self.config.block_size
+        table = self.manager.block_table(handle)[first : -(-saved.num_tokens // self.config.block_size)]
+        for cache, arrays in zip(self.layers, saved.blocks, strict=True):
+            for array, blocks in zip(cache.block_arrays, arrays, strict=True):
+                array[table] = blocks[first:]
+        if self.residual is not None and saved.residual is not None:
+            self.residual.restore(int(handle), saved.residual)
+        self._written = [True] * len(self.layers)
+
     def write(self, layer: int, k: Array, v: Array) -> None:
         """Store the step's K [num_tokens, num_kv_heads, head_dim] and V [.., head_dim_v] of a layer in their slots."""
         cache = self._layer(layer)
         if cache.format.has_residual:
             _check_rows("k", k, len(self.step.slot_mapping), cache.num_kv_heads, cache.head_dim)
             _check_rows("v", v, len(self.step.slot_mapping), cache.num_kv_heads, cache.head_dim_v)
-        k, v = _turned(k, cache.format.k.rotated), _turned(v, cache.format.v.rotated)
+        rows = _turned(k, cache.format.k.rotated), _turned(v, cache.format.v.rotated)
         if self.residual is not None and cache.format.has_residual:
-            self.residual.write(self.backend, cache, int(layer), k, v)
+            self.residual.write(self.backend, cache, int(layer), *rows)
         else:
-            self.backend.write(cache, k, v, self.step.slot_mapping)
+            self.backend.write(cache, *rows, self.step.slot_mapping)
         self._written[int(layer)] = True
+        if self.calibration is not None:
+            written = np.flatnonzero(self.step.slot_mapping >= 0)
+            self.calibration.observe(int(layer), k[written], v[written])
 
     def attend(
         self,
@@ -248,6 +342,15 @@ class PagedKVCache:
             rotate(k) if cache.format.k.rotated else k,
             rotate(v) if cache.format.v.rotated else v,
         )
+
+    def _static_scales(self) -> list[Array]:
+        parts = ((cache.format.k, cache.k_scale) for cache in self.layers)
+        parts_v = ((cache.format.v, cache.v_scale) for cache in self.layers)
+        return [scale for part, scale in (*parts, *parts_v) if part.is_static]
+
+    def _refuse_written(self, layer: int) -> None:
+        if self._written[layer]:
+            raise ValueError(f"layer {layer} has been written with the scales that it has")
 
     def _layer(self, layer: int) -> LayerCache:
         number = as_integer(layer)

@@ -43,6 +43,15 @@ class _Plan:
     fits: bool  # whether the residual holds the whole tail once it is written
 
 
+@dataclass(frozen=True, eq=False)
+class SavedResidual:
+    """What one sequence had: the span of its tokens, and its slots per layer, all of K, then all of V."""
+
+    start: int
+    end: Ints
+    rows: list[NDArray[Any] | None]
+
+
 class Residual:
     """The residual of up to `num_seqs` sequences, in arrays that it owns.
 
@@ -202,6 +211,24 @@ class Residual:
             if array is not None:
                 by_row = array.reshape(self.num_seqs, self.num_slots, *array.shape[1:])
                 by_row[dst] = by_row[src]
+
+    def save(self, handle: int) -> SavedResidual | None:
+        """A copy of what a sequence has here; None if it has nothing."""
+        row = self._row_of.get(handle)
+        if row is None:
+            return None
+        at = slice(row * self.num_slots, (row + 1) * self.num_slots)
+        rows = [None if array is None else array[at].copy() for array in (*self.k, *self.v)]
+        return SavedResidual(int(self._start[row]), self._end[:, row].copy(), rows)
+
+    def restore(self, handle: int, saved: SavedResidual) -> None:
+        """Let a sequence that was scheduled have what `save` copied, in place of what it would write."""
+        row = self._row_of[handle]
+        at = slice(row * self.num_slots, (row + 1) * self.num_slots)
+        for array, rows in zip((*self.k, *self.v), saved.rows, strict=True):
+            if array is not None:
+                array[at] = rows
+        self._start[row], self._end[:, row] = saved.start, saved.end
 
     def newest(
         self, handle: int, layer: int, num_tokens: int
