@@ -18,6 +18,7 @@ import io
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -25,7 +26,7 @@ from typing import NoReturn
 # Run as a script, so that the package of these modules has to be named to Python.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from kvblocks import CacheConfig, PagedKVCache
+    from kvblocks import CacheConfig, Calibration, KVFormat, PagedKVCache
     from kvblocks.backends import get_backend
     from smollm2.engine import Engine
     from smollm2.model import Llama
@@ -40,6 +41,9 @@ except ModuleNotFoundError as error:
 
 POOL_TOKENS = 320  # of the default pool: so small that requests queue and are preempted
 MAX_SEQS, MAX_TOKENS = 16, 64  # of a step
+RESIDUAL_TOKENS = (
+    32  # kept in 16 bit by formats that do that: few, so that short answers see what the format costs
+)
 
 
 class UsageError(Exception):
@@ -115,15 +119,19 @@ def main() -> int:
         raise UsageError(str(error)) from error
     checkpoint = load(progress=show_conversion)
     tokenizer, model = Tokenizer(checkpoint.vocabulary), Llama(checkpoint.config, checkpoint.tensors)
-    config = make_config(checkpoint, arguments.block_size)
-    num_blocks = arguments.num_blocks or -(-POOL_TOKENS // arguments.block_size) + 1
+    try:
+        config = make_config(checkpoint, arguments.block_size, arguments.kv_format)
+    except ValueError as error:
+        raise UsageError(f"{error} (--block-size, --kv-format)") from error
+    block_size = config.block_size
+    num_blocks = arguments.num_blocks or -(-POOL_TOKENS // block_size) + 1
     try:
         cache = PagedKVCache(
             config,
             num_blocks=num_blocks,
             backend=backend.name,
             enable_prefix_cache=arguments.prefix_cache,
-            watermark_blocks=min(-(-MAX_SEQS // arguments.block_size), num_blocks - 2),
+            watermark_blocks=min(-(-MAX_SEQS // block_size), num_blocks - 2),
             max_seqs=MAX_SEQS,
             max_tokens=MAX_TOKENS,
         )
@@ -131,10 +139,16 @@ def main() -> int:
         size = f"{counted(num_blocks, 'block')} of {counted(config.block_size, 'token')}"
         options = "--num-blocks or --block-size" if arguments.num_blocks else "--block-size"
         raise UsageError(f"cannot make a pool of {size}: {error}; lower {options}") from error
+    requests = [
+        make_request(str(i), prompt, tokenizer, arguments.max_new_tokens)
+        for i, prompt in enumerate(prompts, start=1)
+    ]
+    if any(part.is_static for layer in config.formats for part in (layer.k, layer.v)):
+        cache.apply_scales(calibrate(model, config, [int(token) for token in requests[0].prompt]))
     engine = Engine(model, cache, max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS)
     try:
-        for i, prompt in enumerate(prompts, start=1):
-            engine.add(make_request(str(i), prompt, tokenizer, arguments.max_new_tokens))
+        for request in requests:
+            engine.add(request)
     except RequestError as error:
         options = "--num-blocks, --max-new-tokens, or the request's line"
         raise UsageError(f"{error} ({options})") from error
@@ -148,7 +162,8 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, interrupt)
     pool = f"{counted(num_blocks - 1, 'block')} of {counted(config.block_size, 'token')}"
-    print(f"{counted(len(prompts), 'request')}, {pool}, backend {backend.name}\n", flush=True)
+    stored = f", stored as {config.kv_format}" if config.kv_format else ""
+    print(f"{counted(len(prompts), 'request')}, {pool}, backend {backend.name}{stored}\n", flush=True)
     answers = Answers(prompts, tokenizer, live=sys.stdout.isatty())
     start = time.perf_counter()
     while not engine.idle and not interrupts:
@@ -174,7 +189,18 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FILE",
         help='JSON lines such as {"prompt": "...", "samples": 4} or {"system": "..."}; default: eight requests',
     )
-    parser.add_argument("--block-size", type=_at_least(1), default=16, metavar="TOKENS", help="default 16")
+    parser.add_argument(
+        "--block-size",
+        type=_at_least(1),
+        metavar="TOKENS",
+        help="default 16, or 32 for formats whose groups span so many tokens",
+    )
+    parser.add_argument(
+        "--kv-format",
+        metavar="K[,V]",
+        help="how K and V are stored: int8, fp8_e4m3, int4, kivi2, int8:channel,int8, ...; default float32. Static "
+        "scales come from the first request's prompt",
+    )
     parser.add_argument(
         "--num-blocks",
         type=_at_least(2),
@@ -193,10 +219,34 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_config(checkpoint: Checkpoint, block_size: int) -> CacheConfig:
-    """The cache that the model needs."""
+def make_config(checkpoint: Checkpoint, block_size: int | None, kv_format: str | None) -> CacheConfig:
+    """The cache that the model needs; ValueError for a format that is none, or does not fit the block size."""
     c = checkpoint.config
-    return CacheConfig(c.num_layers, c.num_kv_heads, c.head_dim, dtype="float32", block_size=block_size)
+    if block_size is None:
+        parsed = KVFormat.parse(kv_format or "float32")
+        block_size = max(
+            [16, *(part.group for part in (parsed.k, parsed.v) if part.scaling == "token_group")]
+        )
+    return CacheConfig(
+        *(c.num_layers, c.num_kv_heads, c.head_dim),
+        block_size=block_size,
+        kv_format=kv_format,
+        residual_tokens=RESIDUAL_TOKENS,
+    )
+
+
+def calibrate(model: Llama, config: CacheConfig, prompt: Sequence[int]) -> Calibration:
+    """What the model writes for a prompt, into a float32 cache."""
+    plain = replace(config, kv_format=None)
+    calibration = Calibration(plain)
+    cache = PagedKVCache(
+        plain, -(-len(prompt) // plain.block_size) + 2, max_tokens=MAX_TOKENS, calibration=calibration
+    )
+    engine = Engine(model, cache, max_seqs=1, max_tokens=MAX_TOKENS)
+    engine.add(Request("calibration", prompt, max_new_tokens=1))
+    for _ in engine.run():
+        pass
+    return calibration
 
 
 def make_request(name: str, prompt: Prompt, tokenizer: Tokenizer, max_new_tokens: int) -> Request:

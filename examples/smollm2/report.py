@@ -46,6 +46,9 @@ def report(engine: Engine, config: CacheConfig, *, prefix_cache: bool, seconds: 
         if home
         else f"NOT every block came home: {now.live_blocks} in use; {'; '.join(problems) or 'pool is sound'}",
     }
+    if config.has_residual:
+        residual = _mb(config.bytes_per_seq)
+        rows["residual"] = f"{residual} a sequence: its newest tokens in 16 bit, beside the blocks"
     return "\n".join(f"  {name:<14} {text}" for name, text in rows.items()), home
 
 

@@ -144,6 +144,8 @@ class Residual:
         old = np.maximum(begins - self._config.residual_tokens, 0) // block_size * block_size
         firsts = np.maximum(starts, old)
         row_of, position, tail_start = _spans(firsts, ends)
+        # Padded rows have no keys.
+        tail_start = np.pad(tail_start, (0, len(seq_lens) - num_seqs), mode="edge")
         tail_slots = rows[row_of] * self.num_slots + position % self.num_slots
         is_new = position >= begins[row_of]
         full_ends = ends // block_size * block_size

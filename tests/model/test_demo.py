@@ -67,9 +67,55 @@ def test_short_run(checkpoint: Checkpoint, tmp_path: Path, options: list[str]) -
     assert result.stdout.count("\n") < 30
 
 
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+@pytest.mark.parametrize(
+    "kv_format",
+    [
+        *(
+            "bfloat16",
+            "fp8_e4m3",
+            "fp8_e4m3:tensor",
+            "fp8_e4m3:head",
+            "fp8_e5m2",
+            "int8",
+            "int8:channel,int8",
+        ),
+        *("int4", "kivi4", "kivi4r"),
+    ],
+)
+def test_every_format_that_is_good_enough_finds_the_capital(
+    checkpoint: Checkpoint, tmp_path: Path, kv_format: str, backend: str
+) -> None:
+    path = _requests(
+        tmp_path,
+        '{"system": "Answer in one short sentence."}',
+        '{"prompt": "What is the capital of France?", "samples": 2}',
+    )
+    options = ("--kv-format", kv_format, "--backend", backend)
+    result = _run("--requests", path, "--max-new-tokens", "8", *options)
+    if backend == "cpu" and "supported are" in result.stderr:
+        pytest.skip(result.stderr)
+    assert result.returncode == 0, result.stderr
+    assert f"backend {backend}, stored as {kv_format}\n" in result.stdout
+    assert result.stdout.count("The capital of France is Paris.") == 2
+    assert "every block came home: 0 in use" in result.stdout
+
+
+@pytest.mark.parametrize("kv_format", ["kivi2", "kivi2r"])
+def test_formats_of_2_bits_run_to_the_end(checkpoint: Checkpoint, kv_format: str) -> None:
+    result = _run("--kv-format", kv_format, "--max-new-tokens", "8", "--backend", "numpy")
+    assert result.returncode == 0, result.stderr
+    assert "every block came home: 0 in use" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--kv-format", "int5"], "k_format is 'int5': expected one of 'float32'.*--kv-format"),
+        (
+            ["--kv-format", "kivi2", "--block-size", "24"],
+            "block_size is 24: k_format kivi2 needs a multiple of 32",
+        ),
         (["--backend", "abacus"], "abacus.*'numpy'"),
         (["--block-size", "0"], "--block-size: '0' is not a whole number from 1 on"),
         (["--num-blocks", "1"], "--num-blocks: '1' is not a whole number from 2 on"),
