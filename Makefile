@@ -5,8 +5,9 @@
 #   make demo           serve the example's requests (ARGS="--block-size 24 --no-prefix-cache" passes options)
 #   make quality        what cache formats cost on the example's model (ARGS="--quick" for a first look)
 #   make test           the quick suite: cargo's tests, then pytest's (ARGS="-k fork" passes options to pytest)
-#   make test-all       the quick suite, then all slow ones: model, packaging, hf
+#   make test-all       the quick suite, then all slow ones: model, cuda, packaging, hf
 #   make test-model     generation with the real model over the whole matrix of options
+#   make test-cuda      the CUDA kernels without a device: compiled by NVRTC, and run on the host
 #   make test-packaging the wheel and the sdist, built, checked, and installed in clean environments
 #   make test-hf        the golden tokens against Hugging Face transformers (its own environment, several GB)
 #   make build          kvblocks itself, in release mode, into .venv in editable form
@@ -50,8 +51,8 @@ check_tools = $(if $(shell "$(PYTHON)" -c 'import sys, ensurepip; print("ok" * (
     'cargo' (see https://rustup.rs)))$(if $(call have,cc),,$(error kvblocks needs a C linker: there is no 'cc' \
     (install gcc or clang)))
 
-.PHONY: help build demo quality test test-rust test-python test-all test-model test-packaging test-hf lint format bench clean \
-    always
+.PHONY: help build demo quality test test-rust test-python test-all test-model test-cuda test-packaging test-hf lint \
+    format bench clean always
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -85,11 +86,15 @@ test-python: test-rust $(STAMPS)/core $(STAMPS)/examples $(STAMPS)/test
 
 test-all: test
 	$(MAKE) test-model
+	$(MAKE) test-cuda
 	$(MAKE) test-packaging
 	$(MAKE) test-hf
 
 test-model: $(STAMPS)/core $(STAMPS)/examples $(STAMPS)/test
 	$(PY) -m pytest -m model $(ARGS)
+
+test-cuda: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/cuda-test
+	$(PY) -m pytest -m cuda -n 2 $(ARGS)
 
 test-packaging: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/packaging
 	$(PY) -m pytest -m packaging $(ARGS)
@@ -144,7 +149,8 @@ $(STAMPS)/examples: pyproject.toml $(call MODEL_MISSING,.venv) | $(STAMPS)/venv
 	@echo '$(CURDIR)/examples' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvblocks-examples.pth"
 	@touch $@
 
-$(STAMPS)/tools $(STAMPS)/test $(STAMPS)/packaging $(STAMPS)/lint $(STAMPS)/bench: pyproject.toml | $(STAMPS)/venv
+$(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda-test $(STAMPS)/packaging $(STAMPS)/lint $(STAMPS)/bench: pyproject.toml \
+    | $(STAMPS)/venv
 	@echo "installing what '$(@F)' needs"
 	@$(INSTALL) -r pyproject.toml --extra $(@F)
 	@touch $@

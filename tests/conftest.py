@@ -45,6 +45,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if hasattr(session.config, "workerinput"):
+        return  # a worker of xdist: the process that collects the results counts them
     assert isinstance(reporter, pytest.TerminalReporter)
     if len(reporter.stats.get("passed", [])) < session.config.getoption("--require-passed"):
         session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED

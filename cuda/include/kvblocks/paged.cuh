@@ -1,6 +1,6 @@
 // Where a token lives: (block table, position) -> slot -> element offset. The only maker of cache addresses.
 //
-// Owns the index types, Paged and the functions on it. Includes device_compat.cuh only.
+// Owns Paged and the functions on it. Includes device_compat.cuh only.
 // Invariant: everything after the int32 block id is 64-bit, so a pool may exceed 2^31 elements. Nothing is
 // checked here: ids and positions come from arrays that the caller has checked, or checks itself.
 #pragma once
@@ -8,10 +8,6 @@
 #include "device_compat.cuh"
 
 namespace kvb {
-
-using i32 = int;
-using i64 = long long;
-static_assert(sizeof(i32) == 4 && sizeof(i64) == 8, "index arrays are int32 and int64");
 
 // K or V of one layer. NHD [num_blocks, block_size, num_heads, head_dim] and HND [num_blocks, num_heads,
 // block_size, head_dim] differ in their strides only; the elements of a row are contiguous.

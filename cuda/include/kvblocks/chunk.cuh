@@ -1,0 +1,95 @@
+// Chunks of 8 neighbouring elements of a row: what a lane moves at once.
+//
+// Owns loads of any source dtype, stores and copies of a cache's type. Includes element.cuh only.
+// Invariant: nothing beyond head_dim is read or written. is_vector says that the address, the strides and
+// head_dim allow accesses of 8 elements (at most 16 bytes each).
+#pragma once
+
+#include "element.cuh"
+
+namespace kvb {
+
+constexpr i32 chunk = 8; // elements
+
+// Elements first..first + 8 of a source row; 0 beyond the row.
+KVB_DEVICE void load_chunk(const u8* row, i32 first, i32 head_dim, i32 dtype, bool is_vector,
+                           float (&values)[chunk]) {
+    if (is_vector) {
+        if (dtype == dtype_f32) {
+            float quarter[4];
+            KVB_UNROLL
+            for (i32 i = 0; i < 2; ++i) {
+                unpack<F32>(load_stream(row + 4 * (first + 4 * i)), quarter);
+                KVB_UNROLL
+                for (i32 j = 0; j < 4; ++j) {
+                    values[4 * i + j] = quarter[j];
+                }
+            }
+        } else if (dtype == dtype_f16) {
+            unpack<F16>(load_stream(row + 2 * first), values);
+        } else {
+            unpack<BF16>(load_stream(row + 2 * first), values);
+        }
+        return;
+    }
+    KVB_UNROLL
+    for (i32 i = 0; i < chunk; ++i) {
+        values[i] = first + i < head_dim ? element_at(row, first + i, dtype) : 0.0f;
+    }
+}
+
+template <typename E>
+KVB_DEVICE void store_chunk(u8* row, i32 first, i32 head_dim, bool is_vector, const float (&values)[chunk]) {
+    using Storage = typename E::Storage;
+    constexpr i32 bytes = chunk * static_cast<i32>(sizeof(Storage));
+    if (is_vector) {
+        constexpr i32 num_words = bytes / 4, per_word = 4 / static_cast<i32>(sizeof(Storage));
+        u32 words[num_words];
+        KVB_UNROLL
+        for (i32 i = 0; i < num_words; ++i) {
+            words[i] = 0;
+            KVB_UNROLL
+            for (i32 j = 0; j < per_word; ++j) {
+                const u32 bits = E::from_f32(values[i * per_word + j]);
+                words[i] |= bits << (32 / per_word * j % 32);
+            }
+        }
+        u8* to = row + first * static_cast<i32>(sizeof(Storage));
+        if constexpr (bytes >= 16) {
+            KVB_UNROLL
+            for (i32 i = 0; i < bytes / 16; ++i) {
+                store16(to + 16 * i,
+                        Vec16{{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]}});
+            }
+        } else {
+            *reinterpret_cast<u64*>(to) = words[0] | static_cast<u64>(words[1]) << 32;
+        }
+        return;
+    }
+    KVB_UNROLL
+    for (i32 i = 0; i < chunk; ++i) {
+        if (first + i < head_dim) {
+            reinterpret_cast<Storage*>(row)[first + i] = E::from_f32(values[i]);
+        }
+    }
+}
+
+// A row of the cache's own type keeps its bits, those of a NaN included.
+template <typename E>
+KVB_DEVICE void copy_chunk(u8* to, const u8* from, i32 first, i32 head_dim, bool is_vector) {
+    using Storage = typename E::Storage;
+    constexpr i32 bytes = chunk * static_cast<i32>(sizeof(Storage));
+    if (is_vector) {
+        KVB_UNROLL
+        for (i32 i = 0; i < bytes / 16; ++i) {
+            const i32 offset = first * static_cast<i32>(sizeof(Storage)) + 16 * i;
+            store16(to + offset, load_stream(from + offset));
+        }
+        return;
+    }
+    for (i32 i = first; i < first + chunk && i < head_dim; ++i) {
+        reinterpret_cast<Storage*>(to)[i] = reinterpret_cast<const Storage*>(from)[i];
+    }
+}
+
+} // namespace kvb

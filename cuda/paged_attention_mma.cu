@@ -1,0 +1,538 @@
+// paged_attention_mma: attention on tensor cores, the query heads of a group (times query tokens) as rows.
+//
+// Compile time: KVB_KV, the element type of the cache, of 16 or 8 bits; KVB_HEAD_DIM and KVB_HEAD_DIM_V,
+// multiples of 16; KVB_ROW_WARPS, 1: a tile has 16 rows and its warps share the keys (decode), 4: it has 64
+// rows, 16 a warp, and each warp sees all keys (chunked prefill). Keys come in tiles of 64 (or 32) through
+// two stages of shared memory, by asynchronous copies of 16 bytes; the addresses of a tile's rows are worked
+// out once, one tile ahead. 8-bit elements become float16 in registers. Products are summed in float32;
+// k_scale multiplies logits, never Q. A weight enters the second product as float16 times 2^12 and v_scale
+// over the largest v_scale of the warp's keys, as float16 would lose small weights; the sum of weights is not
+// rounded.
+//
+// Fragments are those of mma.m16n8k16 (PTX ISA). An 8-bit element has half the width that ldmatrix moves,
+// which permutes dims: for Q K^T the same permutation is applied to Q; for P V the two dims of a pair go to
+// two result tiles.
+
+#include "kvblocks/attention.cuh"
+
+namespace kvb {
+
+constexpr i32 mma_threads = 128;
+constexpr i32 mma_warps = mma_threads / 32;
+constexpr i32 num_stages = 2;
+constexpr i32 num_tables = 3; // of addresses: of the tile in work, of the one under way, of the one after
+constexpr float weight_scale = 4096.0f;
+
+template <typename E>
+struct Product {
+    static constexpr bool is_bf16 = false;
+};
+template <>
+struct Product<BF16> {
+    static constexpr bool is_bf16 = true;
+};
+
+// Sizes, and where things lie in shared memory.
+template <typename E, i32 head_dim, i32 head_dim_v, i32 row_warps>
+struct Plan {
+    static constexpr i32 bytes = static_cast<i32>(sizeof(typename E::Storage));
+    static constexpr i32 rows = 16 * row_warps;
+    // Wide rows leave a warp registers for the products of 32 keys only.
+    static constexpr i32 keys_of_tile = row_warps == 4 && head_dim_v > 128 ? 32 : 64;
+    static constexpr i32 keys_of_warp = row_warps == 1 ? keys_of_tile / mma_warps : keys_of_tile;
+    static constexpr i32 key_groups = keys_of_warp / 16; // of a warp in a tile
+    static constexpr i32 k_chunks = head_dim * bytes / 16, v_chunks = head_dim_v * bytes / 16;
+    // Rows lie an odd number of 16-byte chunks apart: then the 8 rows of a matrix are in different banks.
+    static constexpr i32 k_stride = (k_chunks | 1) * 16, v_stride = (v_chunks | 1) * 16;
+    static constexpr i32 q_stride = (head_dim / 8 | 1) * 16;
+    static constexpr bool holds_q = head_dim <= 128; // in registers
+
+    static constexpr i32 k_offsets = 0; // i64 [num_tables, keys_of_tile], bytes; -1: no such key
+    static constexpr i32 v_offsets = k_offsets + num_tables * keys_of_tile * 8;
+    static constexpr i32 k_scales =
+        v_offsets + num_tables * keys_of_tile * 8; // float [num_tables, keys_of_tile]
+    static constexpr i32 v_scales = k_scales + num_tables * keys_of_tile * 4;
+    static constexpr i32 q_factors = v_scales + num_tables * keys_of_tile * 4; // float [rows]
+    static constexpr i32 highests = q_factors + 64 * 4;                        // float [64], as totals
+    static constexpr i32 totals = highests + 64 * 4;
+    static constexpr i32 q = totals + 64 * 4;
+    static constexpr i32 stages = q + rows * q_stride;
+    static constexpr i32 stage_bytes = keys_of_tile * (k_stride + v_stride);
+    static constexpr i32 sums = stages; // float [64, head_dim_v], once the stages are done with
+    static constexpr i32 sums_bytes = 64 * head_dim_v * 4;
+    static constexpr i32 total_bytes =
+        stages + (num_stages * stage_bytes > sums_bytes ? num_stages * stage_bytes : sums_bytes);
+};
+
+// The dim of an element of Q that stands at position k of 16 in shared memory.
+template <typename E>
+KVB_DEVICE i32 permuted_dim(i32 k) {
+    if constexpr (sizeof(typename E::Storage) == 1) {
+        return k < 8 ? k / 2 * 4 + k % 2 : (k - 8) / 2 * 4 + 2 + k % 2;
+    }
+    return k;
+}
+
+// The dim of column `column` of 8 of result tile `tile`.
+template <typename E>
+KVB_DEVICE i32 result_dim(i32 tile, i32 column) {
+    if constexpr (sizeof(typename E::Storage) == 1) {
+        return tile / 2 * 16 + column * 2 + tile % 2;
+    }
+    return tile * 8 + column;
+}
+
+template <typename E, i32 head_dim, i32 head_dim_v, i32 row_warps>
+struct MmaAttention {
+    using P = Plan<E, head_dim, head_dim_v, row_warps>;
+    static constexpr i32 keys_of_tile = P::keys_of_tile;
+    static constexpr bool is_8bit = P::bytes == 1;
+    static constexpr i32 num_steps = head_dim / 16;
+    static constexpr i32 num_result_tiles = head_dim_v / 8;
+
+    const AttendParams& params;
+    const Tile& tile;
+    u8* shared;
+
+    template <typename T>
+    KVB_DEVICE T* at(i32 offset) const {
+        return reinterpret_cast<T*>(shared + offset);
+    }
+
+    // Q as float16 or bfloat16, permuted. A bfloat16 row may exceed float16, so it is brought to [1, 2) by a
+    // power of 2.
+    KVB_DEVICE void load_q() const {
+        const i32 lane = thread_index() % 32;
+        for (i32 r = thread_index() / 32; r < P::rows; r += mma_warps) {
+            const bool is_row = r < tile.num_rows;
+            const Row row = row_of(params, tile, is_row ? r : 0);
+            const u8* from =
+                params.q + (row.token * params.q_token_stride + row.head * params.q_head_stride) *
+                               bytes_of(params.q_dtype);
+            float factor = 1.0f;
+            if (!Product<E>::is_bf16 && params.q_dtype == dtype_bf16) {
+                float largest = 0.0f;
+                for (i32 dim = lane; dim < head_dim; dim += 32) {
+                    const float x = element_at<BF16>(from, dim);
+                    largest = max_f32(largest, max_f32(x, -x));
+                }
+                for (i32 other = 1; other < 32; other *= 2) {
+                    largest = max_f32(largest, shuffle_xor(largest, other));
+                }
+                const u32 exponent = bits_of(largest) & 0x7F800000u;
+                factor = exponent == 0 || exponent >= 0x7E000000u ? 1.0f : float_of(exponent);
+            }
+            for (i32 k = lane; k < head_dim; k += 32) {
+                const i32 dim = k / 16 * 16 + permuted_dim<E>(k % 16);
+                const float value = is_row ? element_at(from, dim, params.q_dtype) / factor : 0.0f;
+                at<u16>(P::q + r * P::q_stride)[k] =
+                    Product<E>::is_bf16 ? BF16::from_f32(value) : F16::from_f32(value);
+            }
+            if (lane == 0) {
+                at<float>(P::q_factors)[r] = factor;
+            }
+        }
+    }
+
+    // Where the keys of a tile lie, and their scales.
+    KVB_DEVICE void locate(i32 first_key, i32 to) const {
+        const i32 index = thread_index();
+        if (index >= keys_of_tile) {
+            return;
+        }
+        const i32 key = first_key + index;
+        const i64 slot = key < tile.end_key ? checked_slot(params, tile, table_of(params, tile.seq), key)
+                                            : static_cast<i64>(-1);
+        const i32 entry = to * keys_of_tile + index, head = block_y();
+        at<i64>(P::k_offsets)[entry] = slot < 0 ? -1 : row_offset(params.k_paged, slot, head) * P::bytes;
+        at<i64>(P::v_offsets)[entry] = slot < 0 ? -1 : row_offset(params.v_paged, slot, head) * P::bytes;
+        if constexpr (E::is_scaled) {
+            const i64 row = slot * params.num_kv_heads + head;
+            const bool k_own = slot >= 0 && params.k_scale_mode == scale_token_head;
+            const bool v_own = slot >= 0 && params.v_scale_mode == scale_token_head;
+            at<float>(P::k_scales)[entry] = k_own ? params.k_scales[row] : 1.0f;
+            at<float>(P::v_scales)[entry] = v_own ? params.v_scales[row] : 0.0f;
+        }
+    }
+
+    template <i32 chunks, i32 stride>
+    KVB_DEVICE void load_rows(const u8* from, const i64* row_offsets, u8* to) const {
+        KVB_UNROLL
+        for (i32 i = 0; i < (keys_of_tile * chunks + mma_threads - 1) / mma_threads; ++i) {
+            const i32 index = i * mma_threads + thread_index();
+            const i32 key = index / chunks, piece = index - key * chunks;
+            if (keys_of_tile * chunks % mma_threads == 0 || key < keys_of_tile) {
+                const i64 offset = row_offsets[key];
+                copy_async(to + key * stride + piece * 16, offset < 0 ? from : from + offset + piece * 16,
+                           offset < 0 ? 0 : 16);
+            }
+        }
+    }
+
+    KVB_DEVICE u8* stage_k(i32 stage) const { return shared + P::stages + stage * P::stage_bytes; }
+    KVB_DEVICE u8* stage_v(i32 stage) const { return stage_k(stage) + keys_of_tile * P::k_stride; }
+
+    KVB_DEVICE void load(i32 table, i32 stage) const {
+        const i32 first = table * keys_of_tile;
+        load_rows<P::k_chunks, P::k_stride>(params.k, at<i64>(P::k_offsets) + first, stage_k(stage));
+        load_rows<P::v_chunks, P::v_stride>(params.v, at<i64>(P::v_offsets) + first, stage_v(stage));
+    }
+
+    static KVB_DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        if constexpr (Product<E>::is_bf16) {
+            mma_bf16(c, a, b0, b1);
+        } else {
+            mma_f16(c, a, b0, b1);
+        }
+    }
+
+    static KVB_DEVICE u32 pack(float low, float high) {
+        if constexpr (Product<E>::is_bf16) {
+            return f32_to_bf16x2(low, high);
+        } else {
+            return f32_to_f16x2(low, high);
+        }
+    }
+
+    KVB_DEVICE void load_q_step(u32 (&fragment)[4], i32 warp_row, i32 step) const {
+        const i32 lane = thread_index() % 32;
+        const i32 row = warp_row + (lane / 8 % 2) * 8 + lane % 8;
+        load_matrix_x4(fragment, shared + P::q + row * P::q_stride + step * 32 + lane / 16 * 16);
+    }
+
+    // products[2 g], products[2 g + 1]: the rows times keys 16 g..16 g + 8 and 16 g + 8..16 g + 16 of the
+    // warp.
+    KVB_DEVICE void multiply_keys(float (&products)[2 * P::key_groups][4],
+                                  const u32 (&q_held)[P::holds_q ? num_steps : 1][4], i32 warp_row,
+                                  i32 warp_key, const u8* k) const {
+        const i32 lane = thread_index() % 32, matrix = lane / 8;
+        KVB_UNROLL
+        for (i32 t = 0; t < 2 * P::key_groups; ++t) {
+            products[t][0] = products[t][1] = products[t][2] = products[t][3] = 0.0f;
+        }
+        if constexpr (is_8bit) {
+            KVB_UNROLL
+            for (i32 step = 0; step < num_steps; step += 2) {
+                const bool has_second = step + 1 < num_steps;
+                u32 q[2][4];
+                KVB_UNROLL
+                for (i32 half = 0; half < 2; ++half) {
+                    if (half == 0 || has_second) {
+                        get_q(q[half], q_held, warp_row, step + half);
+                    }
+                }
+                KVB_UNROLL
+                for (i32 g = 0; g < P::key_groups; ++g) {
+                    // Matrices: keys 0..8 and 8..16 of 16 dims, then the same of the next 16 dims.
+                    const i32 key = warp_key + g * 16 + matrix % 2 * 8 + lane % 8;
+                    const i32 piece = step + (has_second ? matrix / 2 : 0);
+                    u32 fragment[4];
+                    load_matrix_x4(fragment, k + key * P::k_stride + piece * 16);
+                    KVB_UNROLL
+                    for (i32 m = 0; m < 4; ++m) {
+                        if (m < 2 || has_second) {
+                            multiply(products[2 * g + m % 2], q[m / 2], to_half(fragment[m]),
+                                     to_half(fragment[m] >> 16));
+                        }
+                    }
+                }
+            }
+        } else {
+            KVB_UNROLL
+            for (i32 step = 0; step < num_steps; ++step) {
+                u32 q[4];
+                get_q(q, q_held, warp_row, step);
+                KVB_UNROLL
+                for (i32 g = 0; g < P::key_groups; ++g) {
+                    // Matrices: dims 0..8 and 8..16 of keys 0..8, then of keys 8..16.
+                    const i32 key = warp_key + g * 16 + matrix / 2 * 8 + lane % 8;
+                    u32 fragment[4];
+                    load_matrix_x4(fragment, k + key * P::k_stride + step * 32 + matrix % 2 * 16);
+                    multiply(products[2 * g], q, fragment[0], fragment[1]);
+                    multiply(products[2 * g + 1], q, fragment[2], fragment[3]);
+                }
+            }
+        }
+    }
+
+    KVB_DEVICE void get_q(u32 (&q)[4], const u32 (&q_held)[P::holds_q ? num_steps : 1][4], i32 warp_row,
+                          i32 step) const {
+        if constexpr (P::holds_q) {
+            KVB_UNROLL
+            for (i32 i = 0; i < 4; ++i) {
+                q[i] = q_held[step][i];
+            }
+        } else {
+            load_q_step(q, warp_row, step);
+        }
+    }
+
+    static KVB_DEVICE half2 to_half(u32 pair) {
+        if constexpr (is_8bit) {
+            return E::pair_to_f16x2(static_cast<u16>(pair));
+        }
+        return pair;
+    }
+
+    // results += weights V for 16 keys of the warp.
+    KVB_DEVICE void multiply_values(float (&results)[num_result_tiles][4], const u32 (&weights)[4],
+                                    i32 first_key, const u8* v) const {
+        const i32 lane = thread_index() % 32, matrix = lane / 8;
+        const u8* row = v + (first_key + matrix % 2 * 8 + lane % 8) * P::v_stride;
+        if constexpr (is_8bit) {
+            constexpr i32 num_pieces = head_dim_v / 16;
+            KVB_UNROLL
+            for (i32 piece = 0; piece < num_pieces; piece += 2) {
+                const bool has_second = piece + 1 < num_pieces;
+                // Matrices: keys 0..8 and 8..16 of 16 dims, then the same of the next 16 dims.
+                u32 fragment[4];
+                load_matrix_x4_transposed(fragment, row + (piece + (has_second ? matrix / 2 : 0)) * 16);
+                KVB_UNROLL
+                for (i32 second = 0; second < 2; ++second) {
+                    if (second == 0 || has_second) {
+                        // A word holds two dims of a key, then of the next key: pair the keys of a dim.
+                        const u32 low = permute_bytes(fragment[2 * second], 0, 0x3120);
+                        const u32 high = permute_bytes(fragment[2 * second + 1], 0, 0x3120);
+                        const i32 t = 2 * (piece + second);
+                        multiply(results[t], weights, to_half(low), to_half(high));
+                        multiply(results[t + 1], weights, to_half(low >> 16), to_half(high >> 16));
+                    }
+                }
+            }
+        } else {
+            KVB_UNROLL
+            for (i32 t = 0; t < num_result_tiles; t += 2) {
+                // Matrices: keys 0..8 and 8..16 of 8 dims, then the same of the next 8 dims.
+                u32 fragment[4];
+                load_matrix_x4_transposed(fragment, row + t * 16 + matrix / 2 * 16);
+                multiply(results[t], weights, fragment[0], fragment[1]);
+                multiply(results[t + 1], weights, fragment[2], fragment[3]);
+            }
+        }
+    }
+
+    KVB_DEVICE void run() const {
+        const i32 lane = thread_index() % 32, warp = thread_index() / 32;
+        const i32 warp_row = row_warps == 1 ? 0 : warp * 16;
+        const i32 warp_key = row_warps == 1 ? warp * P::keys_of_warp : 0;
+        const bool is_part = params.num_splits > 1;
+        const i32 kv_head = block_y();
+
+        load_q();
+        locate(tile.first_key, 0);
+        locate(tile.first_key + keys_of_tile, 1);
+        sync_block();
+        load(0, 0);
+        copy_async_commit();
+
+        u32 q_held[P::holds_q ? num_steps : 1][4];
+        if constexpr (P::holds_q) {
+            KVB_UNROLL
+            for (i32 step = 0; step < num_steps; ++step) {
+                load_q_step(q_held[step], warp_row, step);
+            }
+        }
+        // The lane's two rows of the warp's 16.
+        Row rows[2];
+        float factors[2], highest[2] = {minus_infinity, minus_infinity}, total[2] = {0.0f, 0.0f};
+        KVB_UNROLL
+        for (i32 half = 0; half < 2; ++half) {
+            const i32 r = warp_row + half * 8 + lane / 4;
+            rows[half] = row_of(params, tile, min_i32(r, tile.num_rows - 1));
+            factors[half] = params.scale * at<float>(P::q_factors)[r];
+            if constexpr (E::is_scaled) {
+                if (params.k_scale_mode != scale_token_head) {
+                    factors[half] *=
+                        scale_of(params.k_scales, params.k_scale_mode, 0, kv_head, params.num_kv_heads);
+                }
+            }
+        }
+        float results[num_result_tiles][4];
+        KVB_UNROLL
+        for (i32 t = 0; t < num_result_tiles; ++t) {
+            results[t][0] = results[t][1] = results[t][2] = results[t][3] = 0.0f;
+        }
+        const bool v_own = E::is_scaled && params.v_scale_mode == scale_token_head;
+        float v_largest = 1.0f; // what the weights of `results` are scaled by, beside weight_scale
+
+        i32 stage = 0, table = 0;
+        for (i32 first_key = tile.first_key; first_key < tile.end_key; first_key += keys_of_tile) {
+            // The next tile's copies start before this one is waited for; its addresses are there since a
+            // tile ago.
+            const i32 next_table = table == 2 ? 0 : table + 1;
+            if (first_key + keys_of_tile < tile.end_key) {
+                load(next_table, stage ^ 1);
+            }
+            copy_async_commit();
+            locate(first_key + 2 * keys_of_tile, next_table == 2 ? 0 : next_table + 1);
+            copy_async_wait<1>();
+            sync_block();
+
+            float products[2 * P::key_groups][4];
+            multiply_keys(products, q_held, warp_row, warp_key, stage_k(stage));
+
+            float v_now = 1.0f;
+            float highest_now[2] = {highest[0], highest[1]};
+            if constexpr (E::is_scaled) {
+                if (v_own) {
+                    v_now = smallest_normal;
+                }
+            }
+            KVB_UNROLL
+            for (i32 t = 0; t < 2 * P::key_groups; ++t) {
+                KVB_UNROLL
+                for (i32 c = 0; c < 2; ++c) {
+                    const i32 index = warp_key + t * 8 + lane % 4 * 2 + c;
+                    const i32 entry = table * keys_of_tile + index, key = first_key + index;
+                    const bool is_key = at<i64>(P::k_offsets)[entry] >= 0;
+                    float k_scale = 1.0f;
+                    if constexpr (E::is_scaled) {
+                        k_scale = at<float>(P::k_scales)[entry];
+                        if (v_own) {
+                            v_now = max_f32(v_now, at<float>(P::v_scales)[entry]);
+                        }
+                    }
+                    KVB_UNROLL
+                    for (i32 half = 0; half < 2; ++half) {
+                        float& product = products[t][2 * half + c];
+                        product = logit_of(params, product * (factors[half] * k_scale), rows[half].slope,
+                                           rows[half].position, key);
+                        product = is_key && is_visible(params, rows[half], key) ? product : minus_infinity;
+                        highest_now[half] = max_f32(highest_now[half], product);
+                    }
+                }
+            }
+            KVB_UNROLL
+            for (i32 other = 1; other < 4; other *= 2) { // the four lanes that share a row
+                highest_now[0] = max_f32(highest_now[0], shuffle_xor(highest_now[0], other));
+                highest_now[1] = max_f32(highest_now[1], shuffle_xor(highest_now[1], other));
+                if constexpr (E::is_scaled) {
+                    v_now = max_f32(v_now, shuffle_xor(v_now, other));
+                }
+            }
+            const float v_ratio = v_largest / v_now;
+            v_largest = v_now;
+            float shrink[2];
+            KVB_UNROLL
+            for (i32 half = 0; half < 2; ++half) {
+                shrink[half] = weight_of(highest[half], base_of(highest_now[half]));
+                highest[half] = highest_now[half];
+                total[half] *= shrink[half];
+                shrink[half] *= v_ratio;
+            }
+            KVB_UNROLL
+            for (i32 t = 0; t < num_result_tiles; ++t) {
+                results[t][0] *= shrink[0];
+                results[t][1] *= shrink[0];
+                results[t][2] *= shrink[1];
+                results[t][3] *= shrink[1];
+            }
+            KVB_UNROLL
+            for (i32 t = 0; t < 2 * P::key_groups; ++t) {
+                KVB_UNROLL
+                for (i32 c = 0; c < 2; ++c) {
+                    float v_scale = Product<E>::is_bf16 ? 1.0f : weight_scale;
+                    if constexpr (E::is_scaled) {
+                        if (v_own) {
+                            const i32 index = warp_key + t * 8 + lane % 4 * 2 + c;
+                            v_scale *= at<float>(P::v_scales)[table * keys_of_tile + index] / v_now;
+                        }
+                    }
+                    KVB_UNROLL
+                    for (i32 half = 0; half < 2; ++half) {
+                        float& weight = products[t][2 * half + c];
+                        weight = weight_of(weight, base_of(highest[half]));
+                        total[half] += weight;
+                        weight *= v_scale;
+                    }
+                }
+            }
+            KVB_UNROLL
+            for (i32 g = 0; g < P::key_groups; ++g) {
+                const float (&left)[4] = products[2 * g];
+                const float (&right)[4] = products[2 * g + 1];
+                const u32 weights[4] = {pack(left[0], left[1]), pack(left[2], left[3]),
+                                        pack(right[0], right[1]), pack(right[2], right[3])};
+                multiply_values(results, weights, warp_key + g * 16, stage_v(stage));
+            }
+            sync_block(); // nobody reads this stage or its addresses any more
+            stage ^= 1;
+            table = next_table;
+        }
+        copy_async_wait<0>();
+
+        const float unscale = (Product<E>::is_bf16 ? 1.0f : 1.0f / weight_scale) * v_largest;
+        float* sums = at<float>(P::sums); // [64 rows: 16 a warp, head_dim_v]
+        KVB_UNROLL
+        for (i32 half = 0; half < 2; ++half) {
+            KVB_UNROLL
+            for (i32 other = 1; other < 4; other *= 2) {
+                total[half] += shuffle_xor(total[half], other);
+            }
+            const i32 r = warp * 16 + half * 8 + lane / 4;
+            if (lane % 4 == 0) {
+                at<float>(P::highests)[r] = highest[half];
+                at<float>(P::totals)[r] = total[half];
+            }
+            KVB_UNROLL
+            for (i32 t = 0; t < num_result_tiles; ++t) {
+                KVB_UNROLL
+                for (i32 c = 0; c < 2; ++c) {
+                    sums[r * head_dim_v + result_dim<E>(t, lane % 4 * 2 + c)] =
+                        results[t][2 * half + c] * unscale;
+                }
+            }
+        }
+        sync_block();
+        store(sums, is_part, kv_head);
+    }
+
+    // The parts of a row that the warps hold (one, if each has rows of its own) become its result.
+    KVB_DEVICE void store(const float* sums, bool is_part, i32 kv_head) const {
+        constexpr i32 num_parts = row_warps == 1 ? mma_warps : 1;
+        float v_scale = 1.0f;
+        if constexpr (E::is_scaled) {
+            if (params.v_scale_mode != scale_token_head) {
+                v_scale = scale_of(params.v_scales, params.v_scale_mode, 0, kv_head, params.num_kv_heads);
+            }
+        }
+        for (i32 index = thread_index(); index < tile.num_rows * head_dim_v; index += mma_threads) {
+            const i32 r = index / head_dim_v, dim = index - r * head_dim_v;
+            const Row row = row_of(params, tile, r);
+            float highest = minus_infinity, total = 0.0f, value = 0.0f;
+            KVB_UNROLL
+            for (i32 part = 0; part < num_parts; ++part) {
+                highest = max_f32(highest, at<float>(P::highests)[part * 16 + r]);
+            }
+            KVB_UNROLL
+            for (i32 part = 0; part < num_parts; ++part) {
+                const float weight = weight_of(at<float>(P::highests)[part * 16 + r], base_of(highest));
+                total += weight * at<float>(P::totals)[part * 16 + r];
+                value += weight * sums[(part * 16 + r) * head_dim_v + dim];
+            }
+            const Finish finish = finish_row(params, row.head, highest, total, is_part);
+            if (dim == 0) {
+                store_lse(params, row, finish.lse, is_part);
+            }
+            store_out(params, row, dim, finish.factor == 0.0f ? 0.0f : value * finish.factor * v_scale,
+                      is_part);
+        }
+    }
+};
+
+template <typename E, i32 head_dim, i32 head_dim_v, i32 row_warps>
+KVB_DEVICE void attend_mma(const AttendParams& params) {
+    const Tile tile = find_tile(params, 16 * row_warps);
+    if (tile.first_key == tile.end_key) {
+        store_nothing(params, tile, params.num_splits > 1);
+        return;
+    }
+    MmaAttention<E, head_dim, head_dim_v, row_warps>{params, tile, shared_memory()}.run();
+}
+
+} // namespace kvb
+
+KVB_KERNEL(kvb_paged_attention_mma, kvb::AttendParams, kvb::mma_threads,
+           KVB_HEAD_DIM <= 128 && KVB_ROW_WARPS == 1 ? 3 : 2) {
+    kvb::attend_mma<kvb::KVB_KV, KVB_HEAD_DIM, KVB_HEAD_DIM_V, KVB_ROW_WARPS>(params);
+}
