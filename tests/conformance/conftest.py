@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance.harness import HARNESSES, Harness
+from conformance.harness import PARAMS, Harness
 
 
-@pytest.fixture(params=HARNESSES, ids=lambda harness: harness.name)
+@pytest.fixture(params=PARAMS)
 def harness(request: pytest.FixtureRequest) -> Harness:
     """Each backend in turn."""
     return request.param

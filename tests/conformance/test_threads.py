@@ -59,7 +59,7 @@ def tables() -> list[np.ndarray]:
 def test_on_one_layer(harness: Harness, layout: str) -> None:
     config = CacheConfig(1, 2, 64, block_size=BLOCK_SIZE, layout=layout)
     (cache,) = harness.backend.allocate(config, 1 + 3 * NUM_THREADS)
-    run_together(*(lambda table=table: use(harness, cache, table, 250) for table in tables()))
+    run_together(*(lambda table=table: use(harness, cache, table, harness.rounds(250)) for table in tables()))
 
 
 def test_on_layers_that_are_views_of_one_pool(harness: Harness) -> None:
@@ -71,7 +71,7 @@ def test_on_layers_that_are_views_of_one_pool(harness: Harness) -> None:
     ]
     run_together(
         *(
-            lambda cache=cache, table=table: use(harness, cache, table, 50)
+            lambda cache=cache, table=table: use(harness, cache, table, harness.rounds(50))
             for cache, table in zip(layers, tables(), strict=True)
         )
     )
@@ -86,15 +86,15 @@ def test_on_the_same_slots(harness: Harness) -> None:
 
     def write(value: int) -> None:
         k, v = np.full((2, BLOCK_SIZE, 2, 64), value, np.float32)
-        for _ in range(500):
+        for _ in range(harness.rounds(500)):
             backend.write(cache, device(k), device(v), slots)
 
     def copy() -> None:
-        for _ in range(500):
+        for _ in range(harness.rounds(500)):
             backend.copy_blocks([cache], device(np.array([[0, 1]], np.int32)))
 
     def read(block: int) -> None:
-        for _ in range(500):
+        for _ in range(harness.rounds(500)):
             k, v = map(host, backend.gather(cache, device(np.array([block], np.int32)), BLOCK_SIZE))
             assert {*np.unique(k), *np.unique(v)} in ({0}, {1}, {2})
 
@@ -109,7 +109,7 @@ def test_on_shared_arguments(harness: Harness) -> None:
     step = [np.array([[1]], np.int32), np.array([BLOCK_SIZE], np.int32), np.array([0, BLOCK_SIZE], np.int32)]
 
     def attend(q: object, out: object) -> None:
-        for _ in range(500):
+        for _ in range(harness.rounds(500)):
             harness.backend.attend(cache, q, *map(harness.to_device, step), out=out)
 
     run_together(lambda: attend(shared, other), lambda: attend(other, shared))

@@ -53,9 +53,11 @@ class Tail:
 class Supported:
     """What a backend can do; everything else is refused with the list that holds here.
 
-    k_formats, v_formats: as `str(Format)` writes them; mixed: whether K and V of a layer may differ. head_dims,
+    k_formats, v_formats: as `str(Format)` writes them; mixed: whether their names may differ in a layer. head_dims,
     block_sizes: None for any value >= 1; else what is allowed (a range or a tuple), head_dims for K and for V.
-    features: of "window", "soft_cap", "sinks", "alibi", "lse", "tail".
+    features: of "window", "soft_cap", "sinks", "alibi", "lse", "tail". checks_values: whether a call refuses wrong
+    values in index arrays and scales; where it does not, as reading them would wait for a device, the kernels skip
+    them.
     """
 
     q_dtypes: tuple[str, ...]
@@ -66,6 +68,7 @@ class Supported:
     features: frozenset[str]
     head_dims: Sequence[int] | None = None
     block_sizes: Sequence[int] | None = None
+    checks_values: bool = True
 
 
 @runtime_checkable

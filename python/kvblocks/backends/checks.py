@@ -61,6 +61,16 @@ def check_write(
     for name, array in (("k", k), ("v", v)):
         if len(array) < num_slots:
             raise ValueError(f"{name}: axis 0 (num_tokens) is {len(array)}, slot_mapping has {num_slots}")
+    if supported.checks_values:
+        _check_slots(cache, slot_mapping)
+    stored = _arrays(cache)
+    _apart((("k", k), ("v", v), ("slot_mapping", slot_mapping)), stored)
+    for index, one in enumerate(stored):
+        _apart((one,), stored[index + 1 :])
+
+
+def _check_slots(cache: LayerCache, slot_mapping: NDArray[np.int64]) -> None:
+    """Check the values of `slot_mapping`, and that of static scales."""
     bad = (slot_mapping < -1) | (slot_mapping >= cache.num_slots)
     if bad.any():
         row = int(bad.argmax())
@@ -81,10 +91,6 @@ def check_write(
             raise ValueError(
                 f"cache.{name}: the static scale of {part} is not set: expected finite numbers > 0"
             )
-    stored = _arrays(cache)
-    _apart((("k", k), ("v", v), ("slot_mapping", slot_mapping)), stored)
-    for index, one in enumerate(stored):
-        _apart((one,), stored[index + 1 :])
 
 
 def check_attend(
@@ -144,6 +150,8 @@ def check_attend(
             continue
         _numbers(name, per_head, np.float32)
         _shape(name, per_head, (("num_q_heads", num_q_heads),))
+        if not supported.checks_values:
+            continue
         allowed = np.isfinite(per_head) | ((name == "sinks") & np.isneginf(per_head))
         if not allowed.all():
             head = int(allowed.argmin())
@@ -164,6 +172,7 @@ def check_attend(
     if tail is not None:
         tails = _check_tail(supported, cache, tail, seq_lens)
     _check_rows(
+        supported,
         cache,
         num_tokens,
         block_tables,
@@ -199,7 +208,7 @@ def check_copies(supported: Supported, caches: Sequence[LayerCache], copies: NDA
     _shape("copies", copies, (("num_copies", None), ("src, dst", 2)))
     for cache in caches:
         _apart((("copies", copies),), _arrays(cache))
-    if len(copies) == 0 or len(caches) == 0:
+    if len(copies) == 0 or len(caches) == 0 or not supported.checks_values:
         return
     num_blocks = min(cache.num_blocks for cache in caches)
     bad = ((copies < 0) | (copies >= num_blocks)).any(axis=1)
@@ -229,6 +238,8 @@ def check_gather(
             f"seq_len is {seq_len!r}: expected an integer in 0..{capacity}, the tokens of "
             f"{len(block_table)} blocks"
         )
+    if not supported.checks_values:
+        return
     used = block_table[: -(-seq_len // cache.block_size)]
     bad = (used < 0) | (used >= cache.num_blocks)
     if bad.any():
@@ -260,6 +271,7 @@ def check_merge(
 
 
 def _check_rows(
+    supported: Supported,
     cache: LayerCache,
     num_tokens: int,
     block_tables: NDArray[np.int32],
@@ -268,7 +280,7 @@ def _check_rows(
     window: int | None,
     tail_start_loc: NDArray[np.int32] | None,
 ) -> None:
-    """Check the step's index arrays, values included."""
+    """Check the step's index arrays, their values where they can be read."""
     _numbers("block_tables", block_tables, np.int32)
     _numbers("seq_lens", seq_lens, np.int32)
     _numbers("query_start_loc", query_start_loc, np.int32)
@@ -277,6 +289,8 @@ def _check_rows(
     _shape("block_tables", block_tables, (("num_seqs", num_seqs), ("max_blocks", None)))
     _shape("query_start_loc", query_start_loc, (("num_seqs + 1", num_seqs + 1),))
 
+    if not supported.checks_values:
+        return
     starts = query_start_loc.astype(np.int64)
     lens = seq_lens.astype(np.int64)
     num_queries = np.diff(starts)
@@ -408,13 +422,14 @@ def check_encode(
     assert shape is not None
     if part.scaling == "token_head":
         shape = (num_tokens, num_heads)
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if is_number:
         scale = np.full(shape, scale, np.float32)
     _numbers("scale", scale, np.float32)  # type: ignore[arg-type]
     array: NDArray[np.float32] = scale  # type: ignore[assignment]
     if array.shape != shape:
         raise ValueError(f"scale: shape {array.shape}, {part} needs {shape}")
-    if not (np.isfinite(array) & (array > 0)).all():
+    if (is_number or supported.checks_values) and not (np.isfinite(array) & (array > 0)).all():
         raise ValueError("scale: expected finite numbers > 0")
     return part, array
 
@@ -462,7 +477,7 @@ def _scaled_format(supported: Supported, kv_format: Format | str) -> Format:
 def _format(supported: Supported, kv_format: KVFormat) -> None:
     _listed("k_format", str(kv_format.k), supported.k_formats)
     _listed("v_format", str(kv_format.v), supported.v_formats)
-    if not supported.mixed and str(kv_format.k) != str(kv_format.v):
+    if not supported.mixed and kv_format.k.name != kv_format.v.name:
         raise ValueError(f"kv_format is {kv_format}: supported is one format for K and V")
 
 

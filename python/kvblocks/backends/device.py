@@ -1,0 +1,627 @@
+"""A backend whose kernels run through a launcher: on a GPU by CuPy, or emulated on a host.
+
+Owns `DeviceBackend`, `Memory` and how arguments become the kernels' parameters. Imports layout, the shared checks and
+kernels.
+Invariant: what a call checks it reads from shapes, dtypes, strides and addresses alone, so that no call waits for the
+device; wrong values in index arrays are skipped by the kernels and kept in an error report. Every launch goes to the
+stream that `Memory.stream` names at that moment.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks.backends.base import Supported, Tail
+from kvblocks.backends.checks import (
+    check_attend,
+    check_config,
+    check_copies,
+    check_decode,
+    check_encode,
+    check_gather,
+    check_merge,
+    check_write,
+)
+from kvblocks.backends.codecs import Encoded
+from kvblocks.backends.geometry import (
+    Record,
+    address_of,
+    block_arrays,
+    block_region,
+    fill_paged,
+    parts_of,
+    slot_region,
+    steps_by,
+    strides,
+)
+from kvblocks.config import LAYOUTS, CacheConfig
+from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
+from kvblocks.kernels import params as records
+from kvblocks.kernels import specs
+from kvblocks.kernels.launcher import Launcher
+from kvblocks.kernels.specs import DTYPES, SCALE_MODES, Instance
+from kvblocks.layout import Array, LayerCache, dtype_name, storage_shape
+
+_CODES: Final = {
+    1: "a slot of slot_mapping that the cache does not have",
+    2: "a block of block_tables that the cache does not have",
+    3: "a length in seq_lens beyond the row's table",
+    4: "more queries than keys, or a query_start_loc that does not ascend",
+    5: "a block of copies that the cache does not have",
+    6: "a slot of moves that the cache does not have",
+}
+_INT32_MAX: Final = 2**31 - 1
+# Keys of a split are at least this many, and splits at most so many: more would cost more than they save.
+_SMALLEST_SPLIT_TOKENS: Final = 256
+_MOST_SPLITS: Final = 64
+# Blocks of an attention kernel that an SM holds: what the register budget of specs leaves room for.
+_BLOCKS_PER_SM: Final = 3
+_MOST_BLOCKS_OF_A_LOOP: Final = 4096
+
+_FORMATS: Final = tuple(part for part in all_formats("k") if part.name in DTYPES)
+_V_FORMATS: Final = tuple(part for part in all_formats("v") if part.name in DTYPES)
+
+
+class Memory(Protocol):
+    """Arrays where the kernels can reach them, and the stream that work is enqueued on."""
+
+    num_multiprocessors: int
+    # Dynamic shared memory that a block may have.
+    max_shared_bytes: int
+
+    def describe(self, name: str, array: Array) -> NDArray[Any]:
+        """A NumPy array of the same address, shape, dtype and strides, which nobody may read.
+
+        Raises TypeError that names the argument for what is no array of this memory.
+        """
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """A new array of undefined contents."""
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
+        """A new array of zeros."""
+
+    def upload(self, array: NDArray[Any]) -> Array:
+        """A copy of a host array."""
+
+    def download(self, array: Array) -> NDArray[Any]:
+        """A copy on the host; waits for the device."""
+
+    def plain(self, array: Array) -> Array:
+        """A contiguous, aligned copy."""
+
+    def stream(self) -> int:
+        """The address of the stream that the next launch goes to."""
+
+
+class DeviceBackend:
+    """16-bit, 32-bit, FP8 and int8 formats, any block size, head dims up to 576; float32 accumulation.
+
+    split_size: keys of a split of attention, a multiple of 64; results of a row then do not depend on the batch that it
+    is in. None: as many splits as fill the device.
+    """
+
+    def __init__(
+        self, name: str, launcher: Launcher, memory: Memory, *, split_size: int | None = None
+    ) -> None:
+        if split_size is not None and (split_size < 64 or split_size % 64):
+            raise ValueError(f"split_size is {split_size}: expected a multiple of 64, or None")
+        self.name = name
+        self.launcher = launcher
+        self.memory = memory
+        self.split_size = split_size
+        self._error = memory.zeros((4,), np.uint32)
+        self._described: WeakKeyDictionary[LayerCache, LayerCache] = WeakKeyDictionary()
+        self._regions: dict[bytes, Array] = {}
+
+    def supported(self) -> Supported:
+        """See `Backend.supported`."""
+        return _SUPPORTED
+
+    def allocate(self, config: CacheConfig, num_blocks: int) -> list[LayerCache]:
+        """See `Backend.allocate`."""
+        check_config(_SUPPORTED, config, num_blocks)
+        sizes = num_blocks, config.block_size, config.num_kv_heads
+
+        def scales(part: Format, dim: int) -> Array | None:
+            shape = part.scale_shape(*sizes, dim)
+            if shape is None:
+                return None
+            if part.is_static:  # NaN until it is set
+                return self.memory.upload(np.full(shape, np.nan, np.float32))
+            return self.memory.empty(shape, np.float32)
+
+        caches = []
+        for layer, kv_format in enumerate(config.formats):
+            k_shape, v_shape = storage_shape(config, num_blocks, layer)
+            caches.append(
+                LayerCache(
+                    self.memory.empty(k_shape, kv_format.k.storage),
+                    self.memory.empty(v_shape, kv_format.v.storage),
+                    kv_format,
+                    config.block_size,
+                    config.layout,
+                    k_scale=scales(kv_format.k, config.head_dim),
+                    v_scale=scales(kv_format.v, config.head_dim_v or config.head_dim),
+                )
+            )
+        return caches
+
+    def write(self, cache: LayerCache, k: Array, v: Array, slot_mapping: Array) -> None:
+        """See `Backend.write`. One launch."""
+        see = self.memory.describe
+        seen = self._see_cache(cache)
+        views = see("k", k), see("v", v), see("slot_mapping", slot_mapping)
+        check_write(_SUPPORTED, seen, *views)
+        num_slots = len(views[2])
+        if num_slots == 0:
+            return
+        record = np.zeros((), records.WRITE)
+        sources = (self._rows(k, views[0]), self._rows(v, views[1]))
+        slots = self._plain(slot_mapping, views[2])
+        chunks = 1
+        for into, source, part in zip(record["part"], sources, parts_of(seen), strict=True):
+            view = source.view
+            into["source"], into["cache"] = address_of(view), address_of(part.codes)
+            into["scales"] = address_of(part.scale)
+            into["token_stride"], into["head_stride"] = strides(view)[:2]
+            fill_paged(into["paged"], part.codes)
+            into["head_dim"] = part.dim
+            into["dtype"] = DTYPES[dtype_name(view.dtype)]
+            into["scale_mode"] = part.mode
+            into["is_vector"] = (
+                part.dim % 8 == 0
+                and steps_by(view, 16)
+                and steps_by(part.codes, min(16, 8 * part.codes.itemsize))
+            )
+            chunks = max(chunks, -(-part.dim // 8))
+        record["slot_mapping"], record["error"] = address_of(slots.view), self._error_address()
+        record["num_slots"], record["num_heads"] = num_slots, seen.num_kv_heads
+        record["lanes_log2"] = lanes_log2 = min(5, (chunks - 1).bit_length())
+        rows_of_block = specs.WRITE_KV.threads >> lanes_log2
+        blocks = -(-num_slots * 2 * seen.num_kv_heads // rows_of_block)
+        self._launch(
+            specs.write_kv(seen.format.k.name), (min(blocks, _MOST_BLOCKS_OF_A_LOOP), 1, 1), 0, record
+        )
+
+    def attend(
+        self,
+        cache: LayerCache,
+        q: Array,
+        block_tables: Array,
+        seq_lens: Array,
+        query_start_loc: Array,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        tail: Tail | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+    ) -> Array:
+        """See `Backend.attend`. One launch, and one more where keys are split; the grid depends on shapes only."""
+        see = self.memory.describe
+        seen = self._see_cache(cache)
+        views = {
+            "q": see("q", q),
+            "block_tables": see("block_tables", block_tables),
+            "seq_lens": see("seq_lens", seq_lens),
+            "query_start_loc": see("query_start_loc", query_start_loc),
+        }
+        optional = {"sinks": sinks, "alibi_slopes": alibi_slopes, "out": out, "lse": lse}
+        seen_optional: dict[str, Any] = {
+            name: None if array is None else see(name, array) for name, array in optional.items()
+        }
+        options = check_attend(
+            _SUPPORTED,
+            seen,
+            *views.values(),
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            tail=tail,
+            **seen_optional,
+        )
+        num_tokens, num_q_heads, _ = views["q"].shape
+        if out is None:
+            out = self.memory.empty((num_tokens, num_q_heads, seen.head_dim_v), views["q"].dtype)
+        if num_tokens == 0:
+            return out
+        # Rows of a result are written where they are if their elements are neighbours.
+        out_view = see("out", out)
+        in_place = strides(out_view)[2] == 1 or seen.head_dim_v == 1
+        target = out if in_place else self.memory.empty(out_view.shape, out_view.dtype)
+        record = np.zeros((), records.ATTEND)
+        held = [self._fill_queries(record, q, views["q"], see("out", target), seen_optional["lse"])]
+        held += self._fill_step(record, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes)
+        self._fill_cache(record, seen)
+        record["scale"], record["soft_cap"] = options.scale, options.soft_cap or 0.0
+        record["window"] = _INT32_MAX if options.window is None else options.window
+        self._attend(record, seen)
+        if not in_place:
+            out[...] = target
+        return out
+
+    def copy_blocks(self, caches: Sequence[LayerCache], copies: Array) -> None:
+        """See `Backend.copy_blocks`. One launch for all caches; their table of addresses is kept on the device."""
+        seen = [self._see_cache(cache) for cache in caches]
+        view = self.memory.describe("copies", copies)
+        check_copies(_SUPPORTED, seen, view)
+        if len(view) == 0 or not seen:
+            return
+        pairs = self._plain(copies, view)
+        regions = [block_region(array) for cache in seen for array in block_arrays(cache)]
+        block_bytes = max(
+            int(region["run_bytes"]) * int(region["num_tokens"]) * int(region["num_heads"])
+            for region in regions
+        )
+        num_pieces = max(1, min(64, block_bytes // (specs.COPY_BLOCKS.threads * 4 * 16)))
+        record = np.zeros((), records.COPY)
+        table = self._region_table(regions)
+        record["regions"], record["copies"] = (
+            address_of(self.memory.describe("regions", table)),
+            address_of(pairs.view),
+        )
+        record["error"] = self._error_address()
+        record["num_copies"], record["num_pieces"] = len(view), num_pieces
+        instance = next(each for each in specs.INSTANCES if each.kernel is specs.COPY_BLOCKS)
+        self._launch(instance, (len(view) * num_pieces, len(regions), 1), 0, record)
+
+    def move_slots(self, caches: Sequence[LayerCache], moves: Array, move_start: Array) -> None:
+        """Copy tokens from slot to slot in every cache, so that an accepted branch of a draft tree stands in a row.
+
+        moves int64 [m, 2] of (source, destination) slots, a negative one skips the move; move_start int32 [n + 1]:
+        sequence i owns moves move_start[i]..move_start[i + 1], which are done in their order. One launch.
+        """
+        seen = [self._see_cache(cache) for cache in caches]
+        moves_view = self.memory.describe("moves", moves)
+        start_view = self.memory.describe("move_start", move_start)
+        for name, view, dtype, ndim in (
+            ("moves", moves_view, np.int64, 2),
+            ("move_start", start_view, np.int32, 1),
+        ):
+            if view.dtype != dtype:
+                raise TypeError(f"{name}: dtype {view.dtype}, expected {np.dtype(dtype)}")
+            if view.ndim != ndim:
+                raise ValueError(f"{name}: {view.ndim} axes, expected {ndim}")
+        if moves_view.shape[1] != 2:
+            raise ValueError(f"moves: axis 1 (source, destination) is {moves_view.shape[1]}, expected 2")
+        if len(start_view) < 2 or len(moves_view) == 0 or not seen:
+            return
+        held = self._plain(moves, moves_view), self._plain(move_start, start_view)
+        regions = [slot_region(array) for cache in seen for array in block_arrays(cache)]
+        widest = max(
+            int(region["run_bytes"]) // int(region["unit_bytes"]) * int(region["num_heads"])
+            for region in regions
+        )
+        record = np.zeros((), records.MOVE)
+        table = self._region_table(regions)
+        record["regions"] = address_of(self.memory.describe("regions", table))
+        record["moves"], record["move_start"] = (address_of(each.view) for each in held)
+        record["error"] = self._error_address()
+        instance = next(each for each in specs.INSTANCES if each.kernel is specs.MOVE_SLOTS)
+        columns = min(64, -(-widest // specs.MOVE_SLOTS.threads))
+        self._launch(instance, (len(start_view) - 1, len(regions), columns), 0, record)
+
+    def gather(self, cache: LayerCache, block_table: Array, seq_len: int) -> tuple[Array, Array]:
+        """See `Backend.gather`. One launch."""
+        seen = self._see_cache(cache)
+        view = self.memory.describe("block_table", block_table)
+        check_gather(_SUPPORTED, seen, view, seq_len)
+        parts = parts_of(seen)
+        rows = tuple(self.memory.empty((seq_len, seen.num_kv_heads, part.dim), np.float32) for part in parts)
+        if seq_len == 0:
+            return rows[0], rows[1]
+        table = self._plain(block_table, view)
+        record = np.zeros((), records.GATHER)
+        for into, part, target in zip(record["part"], parts, rows, strict=True):
+            into["cache"], into["scales"] = address_of(part.codes), address_of(part.scale)
+            into["rows"] = address_of(self.memory.describe("rows", target))
+            fill_paged(into["paged"], part.codes)
+            into["head_dim"], into["scale_mode"] = part.dim, part.mode
+        record["block_table"], record["error"] = address_of(table.view), self._error_address()
+        record["num_tokens"], record["num_heads"] = seq_len, seen.num_kv_heads
+        record["dtype"] = DTYPES["float32"]
+        chunks = seen.num_kv_heads * -(-max(part.dim for part in parts) // 8)
+        grid = (-(-chunks // specs.GATHER_KV.threads), min(seq_len, 65535), 2)
+        self._launch(specs.gather_kv(seen.format.k.name), grid, 0, record)
+        return rows[0], rows[1]
+
+    def merge_states(self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+        """See `Backend.merge_states`. One launch."""
+        see = self.memory.describe
+        views = see("out_a", out_a), see("lse_a", lse_a), see("out_b", out_b), see("lse_b", lse_b)
+        check_merge(_SUPPORTED, *views)
+        out, lse = (
+            self.memory.empty(views[0].shape, views[0].dtype),
+            self.memory.empty(views[1].shape, np.float32),
+        )
+        num_tokens, num_q_heads, head_dim_v = views[0].shape
+        num_rows = num_tokens * num_q_heads
+        if num_rows == 0 or head_dim_v == 0:
+            return out, lse
+        record = np.zeros((), records.MERGE)
+        held = []
+        pairs = ((out_a, views[0], lse_a, views[1]), (out_b, views[2], lse_b, views[3]))
+        for into, (state, state_view, sums, sums_view) in zip(record["state"], pairs, strict=True):
+            rows, lses = self._rows(state, state_view), self._aligned(sums, sums_view)
+            held += [rows, lses]
+            into["out"], into["lse"] = address_of(rows.view), address_of(lses.view)
+            into["out_token_stride"], into["out_head_stride"] = strides(rows.view)[:2]
+            into["lse_token_stride"], into["lse_head_stride"] = strides(lses.view)
+        record["out"], record["lse"] = address_of(see("out", out)), address_of(see("lse", lse))
+        record["num_rows"], record["num_q_heads"] = num_rows, num_q_heads
+        record["head_dim_v"], record["dtype"] = head_dim_v, DTYPES[dtype_name(views[0].dtype)]
+        instance = next(each for each in specs.INSTANCES if each.kernel is specs.MERGE_STATES)
+        self._launch(instance, (min(-(-num_rows // 4), _MOST_BLOCKS_OF_A_LOOP), 1, 1), 0, record)
+        return out, lse
+
+    def quantize(self, x: Array, kv_format: Format | str, scale: Array | float | str) -> Encoded:
+        """See `Backend.quantize`. One launch, and one before it where a static scale is computed."""
+        see = self.memory.describe
+        view = see("x", x)
+        given = scale if isinstance(scale, (str, int, float)) or scale is None else see("scale", scale)
+        part, scales = check_encode(_SUPPORTED, view, kv_format, given)
+        num_tokens, num_heads, dim = view.shape
+        shape = part.scale_shape(num_tokens, 1, num_heads, dim)
+        assert shape is not None
+        shape = (num_tokens, num_heads) if part.scaling == "token_head" else shape
+        codes = self.memory.empty(view.shape, part.storage)
+        largest = self.memory.zeros((num_heads,), np.uint32)
+        num_clipped = self.memory.zeros((num_heads,), np.uint32)
+        if scales is None:
+            device_scale = self.memory.empty(shape, np.float32)
+        elif isinstance(scale, (int, float)):
+            device_scale = self.memory.upload(scales)
+        else:
+            device_scale = self._plain(scale, scales).array
+        record = np.zeros((), records.QUANTIZE)
+        source = self._rows(x, view)
+        record["source"], record["codes"] = address_of(source.view), address_of(see("codes", codes))
+        record["scales"] = address_of(see("scale", device_scale))
+        measured = self.memory.zeros(shape if part.is_static else (1,), np.uint32)
+        record["measured"] = address_of(see("measured", measured))
+        record["num_clipped"] = address_of(see("num_clipped", num_clipped))
+        record["largest"] = address_of(see("largest", largest))
+        record["token_stride"], record["head_stride"] = strides(source.view)[:2]
+        record["num_tokens"], record["num_heads"], record["head_dim"] = num_tokens, num_heads, dim
+        record["dtype"], record["scale_mode"] = DTYPES[dtype_name(view.dtype)], SCALE_MODES[part.scaling]
+        record["lanes_log2"] = lanes_log2 = min(5, (-(-dim // 8) - 1).bit_length())
+        record["is_vector"] = dim % 8 == 0 and steps_by(source.view, 16)
+        blocks = -(-num_tokens * num_heads // (specs.QUANTIZE.threads >> lanes_log2))
+        if blocks and dim:
+            phases = (2,) if scales is not None else (0, 1) if part.is_static else (1,)
+            for record["phase"] in phases:
+                grid = (min(blocks, _MOST_BLOCKS_OF_A_LOOP), 1, 1)
+                self._launch(specs.quantize(part.name), grid, 0, record)
+        return Encoded(codes, device_scale, None, largest.view(np.float32), num_clipped.astype(np.int64))
+
+    def dequantize(
+        self, codes: Array, kv_format: Format | str, scale: Array, zero: Array | None = None
+    ) -> Array:
+        """See `Backend.dequantize`. One launch."""
+        see = self.memory.describe
+        view, scale_view = see("codes", codes), see("scale", scale)
+        part = check_decode(
+            _SUPPORTED, view, kv_format, scale_view, None if zero is None else see("zero", zero)
+        )
+        values = self.memory.empty(view.shape, np.float32)
+        if view.size == 0:
+            return values
+        plain, scales = self._plain(codes, view), self._plain(scale, scale_view)
+        record = np.zeros((), records.DEQUANTIZE)
+        record["codes"], record["scales"] = address_of(plain.view), address_of(scales.view)
+        record["rows"] = address_of(see("values", values))
+        num_tokens, num_heads, dim = view.shape
+        record["num_rows"], record["num_heads"], record["head_dim"] = num_tokens * num_heads, num_heads, dim
+        record["dtype"], record["scale_mode"] = DTYPES["float32"], SCALE_MODES[part.scaling]
+        blocks = -(-num_tokens * num_heads * -(-dim // 8) // specs.DEQUANTIZE.threads)
+        self._launch(specs.dequantize(part.name), (min(blocks, _MOST_BLOCKS_OF_A_LOOP), 1, 1), 0, record)
+        return values
+
+    def first_error(self) -> str | None:
+        """The first wrong value that a kernel skipped since this was last asked, or None; waits for the device."""
+        code, row, column, value = self.memory.download(self._error).tolist()
+        if code == 0:
+            return None
+        self._error[...] = 0
+        return f"{_CODES[code]}: row {row}, column {column}, value {np.uint32(value).astype(np.int32)}"
+
+    # --- Arguments.
+
+    def _see_cache(self, cache: LayerCache) -> LayerCache:
+        if not isinstance(cache, LayerCache):
+            raise TypeError(f"cache: {type(cache).__name__}, expected a LayerCache")
+        if cache not in self._described:
+            arrays = {name: self.memory.describe(name, array) for name, array in cache.named_arrays}
+            self._described[cache] = LayerCache(
+                format=cache.format, block_size=cache.block_size, layout=cache.layout, **arrays
+            )
+        return self._described[cache]
+
+    def _plain(self, array: Array, view: NDArray[Any]) -> "_Held":
+        """The array itself if it is contiguous and aligned, else a copy that is."""
+        if view.flags.c_contiguous and view.flags.aligned:
+            return _Held(array, view)
+        return self._copied(array)
+
+    def _aligned(self, array: Array, view: NDArray[Any]) -> "_Held":
+        return _Held(array, view) if view.flags.aligned else self._copied(array)
+
+    def _rows(self, array: Array, view: NDArray[Any]) -> "_Held":
+        """The array itself if the elements of its rows are neighbours, else a copy whose are."""
+        neighbours = view.shape[-1] <= 1 or view.strides[-1] == view.itemsize
+        return _Held(array, view) if neighbours and view.flags.aligned else self._copied(array)
+
+    def _copied(self, array: Array) -> "_Held":
+        copy = self.memory.plain(array)
+        return _Held(copy, self.memory.describe("copy", copy))
+
+    def _error_address(self) -> int:
+        return address_of(self.memory.describe("error", self._error))
+
+    def _region_table(self, regions: list[Record]) -> Array:
+        host = np.array(regions, records.REGION)
+        key = host.tobytes()
+        if key not in self._regions:
+            if len(self._regions) >= 16:
+                self._regions.pop(next(iter(self._regions)))
+            self._regions[key] = self.memory.upload(host.view(np.uint8))
+        return self._regions[key]
+
+    def _fill_queries(
+        self, record: Record, q: Array, q_view: NDArray[Any], out: NDArray[Any], lse: NDArray[Any] | None
+    ) -> "_Held":
+        rows = self._rows(q, q_view)
+        record["q"], record["out"], record["lse"] = address_of(rows.view), address_of(out), address_of(lse)
+        record["q_token_stride"], record["q_head_stride"] = strides(rows.view)[:2]
+        record["out_token_stride"], record["out_head_stride"] = strides(out)[:2]
+        if lse is not None:
+            record["lse_token_stride"], record["lse_head_stride"] = strides(lse)
+        record["num_tokens"], record["num_q_heads"], record["head_dim"] = rows.view.shape
+        record["q_dtype"] = DTYPES[dtype_name(rows.view.dtype)]
+        return rows
+
+    def _fill_step(
+        self,
+        record: Record,
+        block_tables: Array,
+        seq_lens: Array,
+        query_start_loc: Array,
+        sinks: Array | None,
+        alibi_slopes: Array | None,
+    ) -> "list[_Held]":
+        see = self.memory.describe
+        # A row of a table is read in place, whatever the stride between rows.
+        tables = self._rows(block_tables, see("block_tables", block_tables))
+        record["block_tables"], record["block_table_stride"] = (
+            address_of(tables.view),
+            strides(tables.view)[0],
+        )
+        record["max_blocks"] = tables.view.shape[1]
+        held = [tables]
+        for name, array in (
+            ("seq_lens", seq_lens),
+            ("query_start_loc", query_start_loc),
+            ("sinks", sinks),
+            ("alibi_slopes", alibi_slopes),
+        ):
+            if array is not None:
+                held.append(self._plain(array, see(name, array)))
+                record[name] = address_of(held[-1].view)
+        record["num_seqs"] = tables.view.shape[0]
+        return held
+
+    def _fill_cache(self, record: Record, seen: LayerCache) -> None:
+        for name, part in zip("kv", parts_of(seen), strict=True):
+            record[name], record[f"{name}_scales"] = address_of(part.codes), address_of(part.scale)
+            record[f"{name}_scale_mode"] = part.mode
+            fill_paged(record[f"{name}_paged"], part.codes)
+            row_bytes = part.dim * part.codes.itemsize
+            record[f"{name}_is_vector"] = row_bytes % 16 == 0 and steps_by(part.codes, 16)
+        record["num_kv_heads"], record["head_dim_v"] = seen.num_kv_heads, seen.head_dim_v
+        record["error"] = self._error_address()
+
+    # --- Attention.
+
+    def _attend(self, record: Record, seen: LayerCache) -> None:
+        """Choose the kernel and the grid, and launch."""
+        num_tokens, num_seqs = int(record["num_tokens"]), int(record["num_seqs"])
+        num_q_heads, num_kv_heads = int(record["num_q_heads"]), int(record["num_kv_heads"])
+        group = num_q_heads // num_kv_heads
+        row_warps = self._row_warps(record, seen, group)
+        rows_of_tile = 16 * row_warps if row_warps else 2
+        num_tiles = num_tokens * group // rows_of_tile + num_seqs + 1
+        busy_tiles = max(min(num_seqs, num_tokens), -(-num_tokens * group // rows_of_tile), 1)
+        num_splits = self._num_splits(busy_tiles * num_kv_heads, seen.block_size * int(record["max_blocks"]))
+        record["num_splits"], record["split_size"] = num_splits, self.split_size or 0
+        partial = None
+        if num_splits > 1:
+            num_rows = num_splits * num_tokens * num_q_heads
+            partial = self.memory.empty((num_rows * (seen.head_dim_v + 1),), np.float32)
+            address = address_of(self.memory.describe("partial", partial))
+            record["partial_out"], record["partial_lse"] = address, address + num_rows * seen.head_dim_v * 4
+        grid = (num_tiles, num_kv_heads, num_splits)
+        kv_dtype = seen.format.k.name
+        if row_warps:
+            instance = specs.attention_mma(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps)
+            shared = specs.mma_shared_bytes(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps)
+            self._launch(instance, grid, shared, record)
+        else:
+            lanes_log2, vectors = specs.simt_lanes_log2(kv_dtype, max(seen.head_dim, seen.head_dim_v))
+            simt = np.zeros((), records.SIMT)
+            simt["attend"], simt["lanes_log2"] = record, lanes_log2
+            shared = specs.simt_shared_bytes(kv_dtype, lanes_log2, vectors)
+            self._launch(specs.attention_simt(kv_dtype, vectors), grid, shared, simt)
+        if num_splits > 1:
+            combine = next(each for each in specs.INSTANCES if each.kernel is specs.COMBINE_SPLITS)
+            self._launch(combine, (-(-num_tokens * num_q_heads // 4), 1, 1), 0, record)
+
+    def _row_warps(self, record: Record, seen: LayerCache, group: int) -> int:
+        """Rows of a tensor-core tile / 16, or 0 where the kernel without tensor cores is the right one.
+
+        That is where its rows would be mostly empty, where Q would not survive rounding to the type of the products,
+        and where rows cannot be read 16 bytes at a time.
+        """
+        kv_dtype, q_dtype = seen.format.k.name, int(record["q_dtype"])
+        exact = ("bfloat16",) if kv_dtype == "bfloat16" else ("float16", "bfloat16")
+        rows = group * -(-int(record["num_tokens"]) // max(1, int(record["num_seqs"])))
+        row_warps = 4 if rows > 32 else 1
+        if (
+            kv_dtype == "float32"
+            or q_dtype not in (DTYPES[name] for name in exact)
+            or seen.format.k.scaling == "channel"
+            or (seen.head_dim, seen.head_dim_v) not in specs.MMA_HEAD_DIMS
+            or not (record["k_is_vector"] and record["v_is_vector"])
+            or rows <= 2
+        ):
+            return 0
+        shared = specs.mma_shared_bytes(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps)
+        return row_warps if shared <= self.memory.max_shared_bytes else 0
+
+    def _num_splits(self, num_busy_blocks: int, max_keys: int) -> int:
+        """Blocks that share a row's keys: the fewest that fill the device's waves nearly as well as any number does."""
+        if self.split_size is not None:
+            return max(1, -(-max_keys // self.split_size))
+        slots = self.memory.num_multiprocessors * _BLOCKS_PER_SM
+        most = max(1, min(_MOST_SPLITS, max_keys // _SMALLEST_SPLIT_TOKENS))
+
+        def efficiency(splits: int) -> float:
+            waves = num_busy_blocks * splits / slots
+            return waves / math.ceil(waves)
+
+        best = max(map(efficiency, range(1, most + 1)))
+        return next(splits for splits in range(1, most + 1) if efficiency(splits) >= 0.95 * best)
+
+    def _launch(
+        self, instance: Instance, grid: tuple[int, int, int], shared_bytes: int, record: Record
+    ) -> None:
+        function = self.launcher.load(instance)
+        self.launcher.launch(
+            function, grid, instance.kernel.threads, shared_bytes, record, self.memory.stream()
+        )
+
+
+class _Held(NamedTuple):
+    """An array that must live until the launch, and its description."""
+
+    array: Array
+    view: NDArray[Any]
+
+
+_SUPPORTED: Final = Supported(
+    q_dtypes=tuple(STORAGE_DTYPES),
+    k_formats=tuple(map(str, _FORMATS)),
+    v_formats=tuple(map(str, _V_FORMATS)),
+    mixed=False,
+    layouts=LAYOUTS,
+    features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse"}),
+    head_dims=range(1, specs.MAX_HEAD_DIM + 1),
+    checks_values=False,
+)
