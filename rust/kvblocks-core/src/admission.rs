@@ -96,9 +96,7 @@ impl Manager {
         seq.blocks = self.spare_tables.pop().unwrap_or_default();
         // Room to grow, so that a decode step finds it.
         seq.blocks.reserve(num_blocks + num_blocks / 4 + 16);
-        for &block in &self.hits {
-            self.pool.share(block);
-        }
+        self.pool.share_many(&self.hits, namespace);
         seq.blocks.extend_from_slice(&self.hits);
         let evictions = self.pool.evictions;
         self.pool.take_many(plan.num_new_blocks, namespace, &mut seq.blocks);

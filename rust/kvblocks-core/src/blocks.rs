@@ -1,4 +1,5 @@
-//! What is known of each block: one record a block and its token ids beside it. Imports `hash`, `ids`.
+//! What is known of each block: one record a block and its token ids beside it. Imports `hash`, `ids`, `prefetch`,
+//! `words`.
 //!
 //! Invariant: all memory is asked for once, as zero pages, and touched only where blocks are used. A record takes 48
 //! bytes: together with 4 of the reference count, 64 of tokens and 11 of the index, a cached block of 16 tokens costs
@@ -13,6 +14,7 @@ use bytemuck::Zeroable;
 use crate::hash::Digest;
 use crate::ids::BlockId;
 use crate::prefetch::prefetch;
+use crate::words::Words;
 
 /// Facts of one block. Words of 4 bytes only, so that the record has no padding.
 #[derive(Clone, Copy, Zeroable)]
@@ -48,17 +50,17 @@ impl Record {
 
     /// Note what a block is published as.
     #[inline]
-    pub fn publish(&mut self, digest: Digest, content: u64, parent: u64) {
+    pub fn publish(&mut self, digest: &Digest, content: u64, parent: u64) {
         let ([a, b], [c, d]) = (split(digest.low as u64), split((digest.low >> 64) as u64));
         self.digest = [a, b, c, d];
         self.content = split(content);
         self.parent = split(parent);
     }
 
-    /// The first 32 bits of the digest.
+    /// The first 64 bits of the digest.
     #[inline]
-    pub fn fragment(&self) -> u32 {
-        self.digest[0]
+    pub fn fragment(&self) -> u64 {
+        join([self.digest[0], self.digest[1]])
     }
 }
 
@@ -76,8 +78,8 @@ fn split(value: u64) -> [u32; 2] {
 pub(crate) struct Blocks {
     records: Vec<Record>,
     /// Sequences and transfers that own each block.
-    refs: Vec<u32>,
-    tokens: Vec<u32>,
+    refs: Words,
+    tokens: Words,
     /// Second halves of digests; empty for an algorithm of 16 bytes.
     digest_high: Vec<u128>,
     /// Framed media keys of the published blocks that have some.
@@ -91,8 +93,8 @@ impl Blocks {
         let num_tokens = num_blocks.checked_mul(block_size)?;
         Some(Self {
             records: bytemuck::try_zeroed_vec(num_blocks).ok()?,
-            refs: bytemuck::try_zeroed_vec(num_blocks).ok()?,
-            tokens: bytemuck::try_zeroed_vec(num_tokens).ok()?,
+            refs: Words::new(num_blocks)?,
+            tokens: Words::new(num_tokens)?,
             digest_high: bytemuck::try_zeroed_vec(if wide_digests { num_blocks } else { 0 }).ok()?,
             extras: HashMap::new(),
             block_size,
@@ -129,7 +131,7 @@ impl Blocks {
 
     /// Note the second half of a digest, where the algorithm has one.
     #[inline]
-    pub fn set_digest_high(&mut self, block: BlockId, digest: Digest) {
+    pub fn set_digest_high(&mut self, block: BlockId, digest: &Digest) {
         if let Some(high) = self.digest_high.get_mut(block.index()) {
             *high = digest.high;
         }

@@ -233,15 +233,16 @@ impl Sequence {
         pool.namespaces.add_refs(self.namespace, full - self.num_published);
         for column in self.num_published..full {
             let in_prompt = (column + 1) * size <= self.prompt_len();
-            let digest = if in_prompt { self.prompt.hashes.get(column).copied() } else { None };
+            let digest = if in_prompt { self.prompt.hashes.get(column) } else { None };
             let block = self.blocks[column];
-            if let (Some(&ahead), Some(index)) = (self.prompt.hashes.get(column + AHEAD), &pool.index) {
+            if let (Some(ahead), Some(index)) = (self.prompt.hashes.get(column + AHEAD), &pool.index) {
                 index.prefetch(prefix::fragment(ahead));
             }
             if let Some(&ahead) = self.blocks.get(column + AHEAD) {
                 pool.blocks.prefetch(ahead);
             }
-            let Some((link, older)) = pool.publish(block, self.tip, digest, self.prompt.extra(column)) else {
+            let Some((link, older)) = pool.publish(block, &self.tip, digest, self.prompt.extra(column))
+            else {
                 return;
             };
             self.tip = link;

@@ -93,10 +93,29 @@ impl FreeList {
         self.num_queued += 1;
     }
 
-    /// The block queued first. The caller says whether it had content. O(1).
+    /// The block queued first. O(1).
     #[inline]
     pub fn front(&self) -> Option<BlockId> {
         (self.head != NIL).then_some(BlockId(self.head))
+    }
+
+    /// The block queued after `block`. O(1).
+    #[inline]
+    pub fn after(&self, block: BlockId, blocks: &Blocks) -> Option<BlockId> {
+        Some(BlockId(blocks[block].next)).filter(|next| next.0 != NIL)
+    }
+
+    /// Take the block queued first. The caller says whether it had content. O(1).
+    #[inline]
+    pub fn pop_front(&mut self, blocks: &mut Blocks) -> Option<BlockId> {
+        let block = self.front()?;
+        self.head = blocks[block].next;
+        match self.head {
+            NIL => self.tail = NIL,
+            head => blocks[BlockId(head)].prev = NIL,
+        }
+        self.num_queued -= 1;
+        Some(block)
     }
 
     /// Take `block` out of the queue, wherever it stands. O(1).
@@ -122,7 +141,7 @@ impl FreeList {
 
     /// The queue, in order; for checks.
     pub fn queued<'a>(&'a self, blocks: &'a Blocks) -> impl Iterator<Item = BlockId> + 'a {
-        std::iter::successors(self.front(), |&at| Some(BlockId(blocks[at].next)).filter(|next| next.0 != NIL))
+        std::iter::successors(self.front(), |&at| self.after(at, blocks))
     }
 
     /// Ids outside the queue, for checks.

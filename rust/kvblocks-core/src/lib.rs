@@ -47,6 +47,7 @@ mod step;
 mod step_arrays;
 mod transfer;
 mod usage;
+mod words;
 
 pub use admission::{Admission, AdmissionOptions, Allocation};
 pub use cut::{Dropped, Spare};

@@ -103,8 +103,13 @@ impl Namespaces {
 
     #[inline]
     pub fn drop_ref(&mut self, index: u32) {
+        self.drop_refs(index, 1);
+    }
+
+    #[inline]
+    pub fn drop_refs(&mut self, index: u32, count: usize) {
         let entry = &mut self.entries[index as usize];
-        entry.refs -= 1;
+        entry.refs -= count;
         if entry.refs == 0 {
             self.retire(index);
         }

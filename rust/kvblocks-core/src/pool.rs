@@ -18,7 +18,10 @@ use crate::prefix::{self, Content, ContentId, Link, PrefixIndex};
 use crate::prompt::Tokens;
 
 /// Blocks to look ahead when memory is asked for: a wait of about 100 ns at 10 to 20 ns a block.
-pub(crate) const AHEAD: usize = 6;
+pub(crate) const AHEAD: usize = 8;
+
+/// Blocks to release together.
+const CHUNK: usize = 32;
 
 pub(crate) struct Pool {
     pub block_size: BlockSize,
@@ -134,7 +137,9 @@ impl Pool {
     /// Hand out a block with one reference and no content: a free one, else the least recently used cached one. O(1).
     #[inline]
     pub fn take(&mut self, namespace: u32) -> Option<BlockId> {
-        let block = self.take_uncounted(namespace)?;
+        let mut evictions = Evictions::default();
+        let block = self.take_uncounted(namespace, &mut evictions)?;
+        self.count_evictions(&evictions);
         self.num_live += 1;
         self.namespaces.usage(namespace).live_blocks += 1;
         Some(block)
@@ -142,18 +147,24 @@ impl Pool {
 
     /// `take`, `count` times, onto the end of a table that has room; the caller has seen that so many are available.
     pub fn take_many(&mut self, count: usize, namespace: u32, table: &mut Vec<BlockId>) {
-        for _ in 0..count {
-            table.extend(self.take_uncounted(namespace));
+        let num_evicted = count.saturating_sub(self.list.num_unqueued() as usize);
+        let mut evictions = Evictions { ahead: self.list.front(), ..Evictions::default() };
+        for _ in 0..AHEAD.min(num_evicted) {
+            self.look_ahead(&mut evictions);
         }
+        for _ in 0..count {
+            table.extend(self.take_uncounted(namespace, &mut evictions));
+        }
+        self.count_evictions(&evictions);
         self.num_live += count as u32;
         self.namespaces.usage(namespace).live_blocks += count;
     }
 
     #[inline]
-    fn take_uncounted(&mut self, namespace: u32) -> Option<BlockId> {
+    fn take_uncounted(&mut self, namespace: u32, evictions: &mut Evictions) -> Option<BlockId> {
         let block = match self.list.pop_unqueued() {
             Some(block) => block,
-            None => self.pop_queued()?,
+            None => self.pop_queued(evictions)?,
         };
         *self.blocks.refs_mut(block) = 1;
         let record = &mut self.blocks[block];
@@ -174,14 +185,40 @@ impl Pool {
         *self.blocks.refs_mut(block) = refs + times;
         if refs == 0 {
             self.list.unlink(block, &mut self.blocks);
-            self.num_cached -= 1;
             let namespace = self.blocks[block].namespace;
-            self.namespaces.usage(namespace).cached_blocks -= 1;
-            self.become_live(block);
+            self.count_revived(1, u64::from(self.blocks[block].fill), namespace);
         } else if self.is_held(block, refs) {
             self.leave_held(block);
             self.become_live(block);
         }
+    }
+
+    /// Add a sequence of a namespace to the owners of blocks that it hits. O(blocks).
+    pub fn share_many(&mut self, hits: &[BlockId], namespace: u32) {
+        let (mut num_revived, mut slots) = (0, 0);
+        for &block in hits {
+            let refs = self.blocks.refs(block);
+            if refs == 0 {
+                *self.blocks.refs_mut(block) = 1;
+                self.list.unlink(block, &mut self.blocks);
+                num_revived += 1;
+                slots += u64::from(self.blocks[block].fill);
+            } else {
+                self.share_times(block, 1);
+            }
+        }
+        self.count_revived(num_revived, slots, namespace);
+    }
+
+    /// Count cached blocks of a namespace that have become live.
+    fn count_revived(&mut self, num_blocks: u32, slots: u64, namespace: u32) {
+        self.num_cached -= num_blocks;
+        self.num_live += num_blocks;
+        self.used_slots += slots;
+        let usage = self.namespaces.usage(namespace);
+        usage.cached_blocks -= num_blocks as usize;
+        usage.live_blocks += num_blocks as usize;
+        usage.used_slots += slots;
     }
 
     /// Remove a sequence from the owners; true if nobody owns the block any more. It is then cached if published, else
@@ -197,47 +234,70 @@ impl Pool {
         self.lose_last_sequence(block, refs)
     }
 
-    /// Release the end of a table, last block first; returns (holes, blocks that nobody owns any more). O(blocks).
-    pub fn release_tail(&mut self, tail: &[BlockId]) -> (usize, usize) {
-        let (mut num_holes, mut orphaned) = (0, 0);
+    /// Release the end of the table of a sequence of a namespace, last block first; returns (holes, blocks that nobody
+    /// owns any more). O(blocks).
+    pub fn release_tail(&mut self, tail: &[BlockId], namespace: u32) -> (usize, usize) {
+        let (mut num_holes, mut num_orphans, mut num_cached, mut slots) = (0, 0, 0, 0);
         let no_holds = self.holds.is_empty();
-        for (i, &block) in tail.iter().enumerate().rev() {
-            if block == BlockId::HOLE {
-                num_holes += 1;
-                continue;
-            }
-            if let Some(&next) = i.checked_sub(AHEAD).and_then(|next| tail.get(next)) {
-                if next != BlockId::HOLE && self.blocks.refs(next) == 1 {
-                    self.blocks.prefetch(next);
+        for chunk in tail.rchunks(CHUNK) {
+            // First the reference counts, which stand close together, then what nobody owns any more.
+            let (mut orphans, mut len) = ([BlockId::HOLE; CHUNK], 0);
+            for &block in chunk.iter().rev() {
+                if block == BlockId::HOLE {
+                    num_holes += 1;
+                    continue;
+                }
+                let refs = self.blocks.refs_mut(block);
+                *refs -= 1;
+                let refs = *refs;
+                orphans[len] = block;
+                len += usize::from(refs == 0);
+                if !no_holds && refs > 0 && self.is_held(block, refs) {
+                    self.become_held(block);
                 }
             }
-            let refs = self.blocks.refs_mut(block);
-            *refs -= 1;
-            let refs = *refs;
-            if refs == 0 || !no_holds && self.is_held(block, refs) {
-                orphaned += usize::from(self.lose_last_sequence(block, refs));
+            let orphans = &orphans[..len];
+            orphans.iter().for_each(|&block| self.blocks.prefetch(block));
+            for &block in orphans {
+                slots += u64::from(self.blocks[block].fill);
+                num_cached += usize::from(self.put_back_uncounted(block));
             }
+            num_orphans += len;
         }
-        (num_holes, orphaned)
+        self.num_cached += num_cached as u32;
+        self.namespaces.usage(namespace).cached_blocks += num_cached;
+        self.count_lost(num_orphans, slots, namespace);
+        (num_holes, num_orphans)
     }
 
     /// The rest of `release`: no sequence owns the block any more, `refs` transfers do.
     #[inline]
     fn lose_last_sequence(&mut self, block: BlockId, refs: u32) -> bool {
-        let (fill, namespace) = (self.blocks[block].fill, self.blocks[block].namespace);
-        self.num_live -= 1;
-        self.used_slots -= u64::from(fill);
-        let usage = self.namespaces.usage(namespace);
-        usage.live_blocks -= 1;
-        usage.used_slots -= u64::from(fill);
         if refs > 0 {
-            self.num_held += 1;
-            self.namespaces.usage(namespace).held_blocks += 1;
-            self.namespaces.add_refs(namespace, 1);
+            self.become_held(block);
             return false;
         }
+        let (fill, namespace) = (self.blocks[block].fill, self.blocks[block].namespace);
+        self.count_lost(1, u64::from(fill), namespace);
         self.put_back(block);
         true
+    }
+
+    fn become_held(&mut self, block: BlockId) {
+        let (fill, namespace) = (self.blocks[block].fill, self.blocks[block].namespace);
+        self.count_lost(1, u64::from(fill), namespace);
+        self.num_held += 1;
+        self.namespaces.usage(namespace).held_blocks += 1;
+        self.namespaces.add_refs(namespace, 1);
+    }
+
+    /// Count blocks of a namespace that are live no more.
+    fn count_lost(&mut self, num_blocks: usize, slots: u64, namespace: u32) {
+        self.num_live -= num_blocks as u32;
+        self.used_slots -= slots;
+        let usage = self.namespaces.usage(namespace);
+        usage.live_blocks -= num_blocks;
+        usage.used_slots -= slots;
     }
 
     /// Add a transfer to the owners of a live block. O(1).
@@ -287,14 +347,23 @@ impl Pool {
 
     #[inline]
     fn put_back(&mut self, block: BlockId) {
-        if self.is_published(block) {
+        if self.put_back_uncounted(block) {
             let namespace = self.blocks[block].namespace;
             self.namespaces.usage(namespace).cached_blocks += 1;
             self.num_cached += 1;
+        }
+    }
+
+    /// Returns whether the block is cached now, which the caller counts.
+    #[inline]
+    fn put_back_uncounted(&mut self, block: BlockId) -> bool {
+        let is_cached = self.is_published(block);
+        if is_cached {
             self.list.push_back(block, &mut self.blocks);
         } else {
             self.list.push_unpublished(block, &mut self.blocks);
         }
+        is_cached
     }
 
     /// Raise the written high-water mark of a live block; returns by how much, which the caller counts. O(1).
@@ -374,24 +443,26 @@ impl Pool {
             return;
         };
         let mut parent = ContentId::root(namespace);
-        let blocks =
-            prompt.ids.chunks_exact(self.block_size.get()).zip(&prompt.hashes).enumerate().take(most);
-        for (i, (tokens, &digest)) in blocks {
-            // Its place first, then what stands there.
-            if let Some(&far) = prompt.hashes.get(i + 2 * AHEAD) {
+        // What is likely found, a few blocks ahead; its bucket is asked for twice as far ahead.
+        let mut candidates = [None; AHEAD];
+        let candidate = |digest| index.prefetch_candidate(digest, &self.blocks);
+        for (to, digest) in candidates.iter_mut().zip(&prompt.hashes) {
+            *to = candidate(digest);
+        }
+        let parts = prompt.ids.chunks_exact(self.block_size.get());
+        for (i, (tokens, digest)) in parts.zip(&prompt.hashes).enumerate().take(most) {
+            let wanted = Content { digest, parent, tokens, extra: prompt.extra(i) };
+            let likely = candidates[i % AHEAD].filter(|&block| prefix::holds(block, &wanted, &self.blocks));
+            let Some(block) = likely.or_else(|| index.find(wanted, &self.blocks, &mut self.collisions))
+            else {
+                return;
+            };
+            parent = ContentId(self.blocks[block].content());
+            hits.push(block);
+            if let Some(far) = prompt.hashes.get(i + 2 * AHEAD) {
                 index.prefetch(prefix::fragment(far));
             }
-            if let Some(&near) = prompt.hashes.get(i + AHEAD) {
-                index.prefetch_block(near, &self.blocks);
-            }
-            let wanted = Content { digest, parent, tokens, extra: prompt.extra(i) };
-            match index.find(wanted, &self.blocks, &mut self.collisions) {
-                Some(block) => {
-                    parent = ContentId(self.blocks[block].content());
-                    hits.push(block);
-                }
-                None => return,
-            }
+            candidates[i % AHEAD] = prompt.hashes.get(i + AHEAD).and_then(candidate);
         }
     }
 
@@ -401,15 +472,16 @@ impl Pool {
     pub fn publish(
         &mut self,
         block: BlockId,
-        parent: Link,
-        digest: Option<Digest>,
+        parent: &Link,
+        digest: Option<&Digest>,
         extra: Option<&Arc<[u8]>>,
     ) -> Option<(Link, Option<BlockId>)> {
         let index = self.index.as_mut()?;
-        let digest = digest.unwrap_or_else(|| {
+        let digest = digest.copied().unwrap_or_else(|| {
             self.hasher.block(parent.digest, self.blocks.tokens(block), extra.map_or(&[], |extra| &extra[..]))
         });
-        Some(index.publish(block, digest, parent.content, extra, &mut self.blocks))
+        let (content, older) = index.publish(block, &digest, parent.content, extra, &mut self.blocks);
+        Some((Link { digest, content }, older))
     }
 
     /// Drop the cached blocks that `which` chooses by namespace; returns how many. O(cached blocks).
@@ -426,28 +498,50 @@ impl Pool {
     }
 
     /// Take the front of the queue, evicting its content.
-    fn pop_queued(&mut self) -> Option<BlockId> {
-        let block = self.list.front()?;
-        let next = BlockId(self.blocks[block].next);
-        self.list.unlink(block, &mut self.blocks);
+    fn pop_queued(&mut self, evictions: &mut Evictions) -> Option<BlockId> {
+        self.look_ahead(evictions);
+        let block = self.list.pop_front(&mut self.blocks)?;
         match &mut self.index {
             Some(index) if prefix::is_published(&self.blocks, block) => {
-                if next.index() < self.num_blocks as usize {
-                    // The one to go next: unlinking has just read its record.
-                    index.prefetch(self.blocks[next].fragment());
-                    self.blocks.prefetch(BlockId(self.blocks[next].next));
-                }
                 let namespace = self.blocks[block].namespace;
                 index.withdraw(block, &mut self.blocks);
-                self.evictions += 1;
-                self.num_cached -= 1;
-                let usage = self.namespaces.usage(namespace);
-                usage.cached_blocks -= 1;
-                usage.evicted_blocks += 1;
-                self.namespaces.drop_ref(namespace);
+                if namespace != evictions.namespace {
+                    self.count_evictions(evictions);
+                    (evictions.namespace, evictions.count) = (namespace, 0);
+                }
+                evictions.count += 1;
             }
             _ => self.list.note_taken(block),
         }
         Some(block)
     }
+
+    /// Ask for the index entry of a block further on in the queue, whose record is read on the way.
+    #[inline]
+    fn look_ahead(&self, evictions: &mut Evictions) {
+        if let (Some(block), Some(index)) = (evictions.ahead, &self.index) {
+            index.prefetch(self.blocks[block].fragment());
+            evictions.ahead = self.list.after(block, &self.blocks);
+        }
+    }
+
+    fn count_evictions(&mut self, evictions: &Evictions) {
+        if evictions.count > 0 {
+            self.evictions += evictions.count as u64;
+            self.num_cached -= evictions.count as u32;
+            let usage = self.namespaces.usage(evictions.namespace);
+            usage.cached_blocks -= evictions.count;
+            usage.evicted_blocks += evictions.count as u64;
+            self.namespaces.drop_refs(evictions.namespace, evictions.count);
+        }
+    }
+}
+
+/// A run of evictions of blocks of one namespace, counted together.
+#[derive(Default)]
+struct Evictions {
+    namespace: u32,
+    count: usize,
+    /// A block further on in the queue, to look at ahead of its eviction.
+    ahead: Option<BlockId>,
 }

@@ -1,4 +1,5 @@
-//! The prefix cache's index: from content to a block that holds it. Imports `blocks`, `hash`, `ids`.
+//! The prefix cache's index: from content to a block that holds it. Imports `blocks`, `hash`, `ids`,
+//! `prefetch`, `words`.
 //!
 //! Content is compared, never trusted to a digest. Comparing whole prefixes would cost O(prefix) a block, so each
 //! distinct (parent content, tokens, extra keys) is given a [`ContentId`] when first published: two published blocks
@@ -6,10 +7,10 @@
 //! by digest is a hit if its tokens, its extra keys and its *parent's content id* are equal; by induction from the root
 //! of its namespace no collision can pass.
 //!
-//! The table is open addressing with linear probing, entries in order of their homes (Robin Hood): a probe for what is not
-//! there ends where it would stand, and a removal shifts back what follows until an entry is at home; there are no
-//! tombstones and no rehash. An entry holds 32 bits of the digest, which fix its home, so neither touches another
-//! block's record without need.
+//! The table is open addressing in buckets of one cache line: up to 10 block ids, beside each a tag of 16 bits, and the
+//! number of entries that found the bucket full and went on to a later one. Half of the digest's first 64 bits choose the
+//! bucket, others the tag: so a look-up compares all tags of a bucket at once, nearly never looks at a block in vain,
+//! and goes on only where that number is not 0. There are no tombstones and no rehash.
 //!
 //! Invariant: every published block is either the one the table names for its content (the oldest) or among the twins
 //! of that content, in the order of publication; withdrawing a block removes exactly itself.
@@ -22,6 +23,7 @@ use crate::blocks::Blocks;
 use crate::hash::Digest;
 use crate::ids::BlockId;
 use crate::prefetch::prefetch;
+use crate::words::Words;
 
 /// Identity of a published prefix; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -55,7 +57,7 @@ pub(crate) struct Link {
 /// Content to look up, or to publish.
 #[derive(Clone, Copy)]
 pub(crate) struct Content<'a> {
-    pub digest: Digest,
+    pub digest: &'a Digest,
     pub parent: ContentId,
     pub tokens: &'a [u32],
     pub extra: Option<&'a Arc<[u8]>>,
@@ -83,8 +85,9 @@ impl Hasher for NumberHasher {
 
 /// Finds published blocks by content.
 pub(crate) struct PrefixIndex {
-    /// `digest bits << 32 | block id + 1`; 0 is empty.
-    table: Vec<u64>,
+    /// `WORDS` to a bucket.
+    buckets: Words,
+    num_buckets: usize,
     num_entries: usize,
     /// Later blocks of a content that the table already names, oldest first. Duplicates are rare: two requests that
     /// computed the same block at the same time.
@@ -92,19 +95,55 @@ pub(crate) struct PrefixIndex {
     next_content: u64,
 }
 
+/// The bits of a digest that decide where it stands.
 #[inline]
-pub(crate) fn fragment(digest: Digest) -> u32 {
-    digest.low as u32
+pub(crate) fn fragment(digest: &Digest) -> u64 {
+    digest.low as u64
 }
 
-#[inline]
-fn entry(fragment: u32, block: BlockId) -> u64 {
-    u64::from(fragment) << 32 | u64::from(block.0 + 1)
+/// Entries of a bucket.
+const PLACES: usize = 10;
+/// Its length in the table.
+const WORDS: usize = size_of::<Bucket>() / size_of::<u32>();
+/// The tag of an empty place.
+const EMPTY: u16 = 0;
+
+#[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C)]
+struct Bucket {
+    tags: [u16; PLACES],
+    /// Entries that found it full.
+    went_on: u32,
+    blocks: [u32; PLACES],
 }
 
+impl Bucket {
+    /// The places with a tag, one bit each.
+    #[inline]
+    fn places(&self, tag: u16) -> u32 {
+        let bits = self.tags.iter().zip(0..).map(|(&other, place)| u32::from(other == tag) << place);
+        bits.fold(0, |places, bit| places | bit)
+    }
+
+    /// The place of a block, given its tag.
+    #[inline]
+    fn place_of(&self, tag: u16, block: BlockId) -> Option<usize> {
+        let mut places = self.places(tag);
+        while places != 0 {
+            let place = places.trailing_zeros() as usize;
+            if self.blocks[place] == block.0 {
+                return Some(place);
+            }
+            places &= places - 1;
+        }
+        None
+    }
+}
+
+/// What stands for a digest in its bucket.
 #[inline]
-fn block_of(entry: u64) -> BlockId {
-    BlockId(entry as u32 - 1)
+fn tag(fragment: u64) -> u16 {
+    ((fragment >> 32) as u16).max(EMPTY + 1)
 }
 
 pub(crate) fn is_published(blocks: &Blocks, block: BlockId) -> bool {
@@ -119,85 +158,74 @@ pub(crate) fn link(blocks: &Blocks, block: BlockId) -> Link {
 impl PrefixIndex {
     /// An index for `num_blocks` blocks, which never grows; None if the memory cannot be had.
     pub fn new(num_blocks: usize) -> Option<Self> {
-        // At most 5/7 full: short probes at 11.2 bytes a block.
-        let table = bytemuck::try_zeroed_vec((num_blocks * 7).div_ceil(5) + 1).ok()?;
-        Some(Self { table, num_entries: 0, twins: HashMap::default(), next_content: 1 })
+        // 57 % full at 11.2 bytes a block: few buckets overflow.
+        let num_buckets = (num_blocks * 7).div_ceil(40) + 1;
+        let buckets = Words::new(WORDS * num_buckets)?;
+        Some(Self { buckets, num_buckets, num_entries: 0, twins: HashMap::default(), next_content: 1 })
     }
 
     /// The oldest block with this content. `collisions` grows by the blocks met that have the same digest and other
     /// tokens or keys. O(1) expected.
     #[inline]
     pub fn find(&self, wanted: Content, blocks: &Blocks, collisions: &mut u64) -> Option<BlockId> {
-        self.probe(wanted, blocks, collisions).ok()
-    }
-
-    /// The oldest block with this content, or the place where it would be entered.
-    #[inline]
-    fn probe(
-        &self,
-        wanted: Content,
-        blocks: &Blocks,
-        collisions: &mut u64,
-    ) -> std::result::Result<BlockId, usize> {
         let fragment = fragment(wanted.digest);
-        let parent = wanted.parent.as_parent(wanted.extra);
         let mut at = self.home(fragment);
-        let mut distance = 0;
-        loop {
-            let entry = self.table[at];
-            if (entry >> 32) as u32 == fragment && entry != 0 {
-                let block = block_of(entry);
-                let same = blocks.holds_tokens(block, wanted.tokens)
-                    && (wanted.extra.is_none() || blocks.extras.get(&block) == wanted.extra);
-                if same && blocks[block].parent() == parent {
-                    return Ok(block);
+        for _ in 0..self.num_buckets {
+            let bucket = self.bucket(at);
+            let mut found = bucket.places(tag(fragment));
+            while found != 0 {
+                let block = BlockId(bucket.blocks[found.trailing_zeros() as usize]);
+                if holds(block, &wanted, blocks) {
+                    return Some(block);
                 }
-                // The same tokens after another number of their parent: it was dropped and computed again.
-                *collisions += u64::from(!same && blocks.digest(block) == wanted.digest);
-            } else if entry == 0 || self.distance(entry, at) < distance {
-                return Err(at);
+                *collisions += u64::from(collides(block, &wanted, blocks));
+                found &= found - 1;
+            }
+            if bucket.went_on == 0 {
+                break;
             }
             at = self.after(at);
-            distance += 1;
         }
+        None
     }
 
     /// Ask for the place where a digest with these first bits is found, ahead of the look-up.
     #[inline]
-    pub fn prefetch(&self, fragment: u32) {
-        prefetch(&self.table, self.home(fragment));
+    pub fn prefetch(&self, fragment: u64) {
+        prefetch(&self.buckets, WORDS * self.home(fragment));
     }
 
-    /// Ask for what a look-up will compare, ahead of it: the block that stands where the digest is at home.
+    /// The block that a look-up would compare first, asked for ahead of it.
     #[inline]
-    pub fn prefetch_block(&self, digest: Digest, blocks: &Blocks) {
-        let entry = self.table[self.home(fragment(digest))];
-        if entry != 0 {
-            blocks.prefetch(block_of(entry));
-            blocks.prefetch_tokens(block_of(entry));
-        }
+    pub fn prefetch_candidate(&self, digest: &Digest, blocks: &Blocks) -> Option<BlockId> {
+        let bucket = self.bucket(self.home(fragment(digest)));
+        let place = bucket.places(tag(fragment(digest))).trailing_zeros() as usize;
+        let block = BlockId(*bucket.blocks.get(place)?);
+        blocks.prefetch(block);
+        blocks.prefetch_tokens(block);
+        Some(block)
     }
 
-    /// Publish a full block whose tokens stand beside it; returns its chain value, and the older block with the same
-    /// content if there is one. O(1) expected.
+    /// Publish a full block whose tokens stand beside it; returns its content, and the older block with the same if there
+    /// is one. O(1) expected.
     pub fn publish(
         &mut self,
         block: BlockId,
-        digest: Digest,
+        digest: &Digest,
         parent: ContentId,
         extra: Option<&Arc<[u8]>>,
         blocks: &mut Blocks,
-    ) -> (Link, Option<BlockId>) {
+    ) -> (ContentId, Option<BlockId>) {
         let wanted = Content { digest, parent, tokens: blocks.tokens(block), extra };
-        let place = self.probe(wanted, blocks, &mut 0);
-        let content = match place {
-            Ok(older) => {
+        let older = self.find(wanted, blocks, &mut 0);
+        let content = match older {
+            Some(older) => {
                 let content = ContentId(blocks[older].content());
                 self.twins.entry(content).or_default().push(block);
                 content
             }
-            Err(at) => {
-                self.insert(at, entry(fragment(digest), block));
+            None => {
+                self.insert(fragment(digest), block);
                 self.next_content += 1;
                 ContentId(self.next_content - 1)
             }
@@ -207,7 +235,7 @@ impl PrefixIndex {
         if let Some(extra) = extra {
             blocks.extras.insert(block, Arc::clone(extra));
         }
-        (Link { digest, content }, place.ok())
+        (content, older)
     }
 
     /// Make a published block unfindable; its oldest twin, if any, takes its place. O(1) expected, and O(twins).
@@ -220,18 +248,29 @@ impl PrefixIndex {
             blocks.extras.remove(&block);
         }
         if self.twins.is_empty() {
-            if let Some(at) = self.position(fragment, block) {
-                self.remove(at);
-            }
+            self.remove(fragment, block);
             return;
         }
-        let named = self.position(fragment, block);
-        match (named, self.twins.get_mut(&content)) {
-            (Some(at), None) => self.remove(at),
-            (Some(at), Some(twins)) => self.table[at] = entry(fragment, twins.remove(0)),
-            (None, Some(twins)) => twins.retain(|&twin| twin != block),
-            (None, None) => debug_assert!(false, "published block {block:?} is not indexed"),
+        let oldest = match self.twins.get_mut(&content) {
+            None => None,
+            // It is the one that the table names, unless it is among the twins.
+            Some(twins) => match twins.iter().position(|&twin| twin == block) {
+                None => Some(twins.remove(0)),
+                Some(at) => {
+                    twins.remove(at);
+                    self.forget_empty(content);
+                    return;
+                }
+            },
+        };
+        self.remove(fragment, block);
+        if let Some(oldest) = oldest {
+            self.insert(fragment, oldest);
+            self.forget_empty(content);
         }
+    }
+
+    fn forget_empty(&mut self, content: ContentId) {
         if self.twins.get(&content).is_some_and(Vec::is_empty) {
             self.twins.remove(&content);
         }
@@ -239,7 +278,9 @@ impl PrefixIndex {
 
     /// Entries of the table and twins, for checks.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let named = self.table.iter().filter(|&&entry| entry != 0).map(|&entry| block_of(entry));
+        let buckets = (0..self.num_buckets).map(|at| self.bucket(at));
+        let entries = buckets.flat_map(|bucket| bucket.tags.iter().zip(bucket.blocks));
+        let named = entries.filter(|&(&tag, _)| tag != EMPTY).map(|(_, block)| BlockId(block));
         named.chain(self.twins.values().flatten().copied())
     }
 
@@ -248,73 +289,127 @@ impl PrefixIndex {
         self.num_entries
     }
 
-    /// Where the probe for a fragment starts: the fragment scaled to the table.
+    /// The first bucket of a fragment: 32 bits of it, scaled to their number.
     #[inline]
-    fn home(&self, fragment: u32) -> usize {
-        ((u64::from(fragment) * self.table.len() as u64) >> 32) as usize
+    fn home(&self, fragment: u64) -> usize {
+        (((fragment & 0xffff_ffff) * self.num_buckets as u64) >> 32) as usize
     }
 
     #[inline]
     fn after(&self, at: usize) -> usize {
-        if at + 1 == self.table.len() {
+        if at + 1 == self.num_buckets {
             0
         } else {
             at + 1
         }
     }
 
-    /// How far from its home an entry stands.
     #[inline]
-    fn distance(&self, entry: u64, at: usize) -> usize {
-        let home = self.home((entry >> 32) as u32);
-        if at >= home {
-            at - home
-        } else {
-            at + self.table.len() - home
-        }
+    fn bucket(&self, at: usize) -> &Bucket {
+        bytemuck::from_bytes(bytemuck::cast_slice(&self.buckets[WORDS * at..WORDS * (at + 1)]))
     }
 
-    fn position(&self, fragment: u32, block: BlockId) -> Option<usize> {
-        let wanted = entry(fragment, block);
-        let mut at = self.home(fragment);
-        while self.table[at] != 0 {
-            if self.table[at] == wanted {
-                return Some(at);
-            }
-            at = self.after(at);
-        }
-        None
+    #[inline]
+    fn bucket_mut(&mut self, at: usize) -> &mut Bucket {
+        bytemuck::from_bytes_mut(bytemuck::cast_slice_mut(&mut self.buckets[WORDS * at..WORDS * (at + 1)]))
     }
 
-    /// Enter at the place that a probe ended at; what stands from there to the next empty place moves on by one.
+    /// Enter a block in the first bucket that has a place.
     #[inline]
-    fn insert(&mut self, at: usize, entry: u64) {
+    fn insert(&mut self, fragment: u64, block: BlockId) {
         self.num_entries += 1;
-        let mut empty = at;
-        while self.table[empty] != 0 {
-            empty = self.after(empty);
-        }
-        while empty != at {
-            let before = if empty == 0 { self.table.len() } else { empty } - 1;
-            self.table[empty] = self.table[before];
-            empty = before;
-        }
-        self.table[at] = entry;
-    }
-
-    /// Empty a place and move the entries behind it up, until one is at home.
-    #[inline]
-    fn remove(&mut self, mut hole: usize) {
-        self.num_entries -= 1;
-        loop {
-            let next = self.after(hole);
-            let entry = self.table[next];
-            if entry == 0 || self.distance(entry, next) == 0 {
-                self.table[hole] = 0;
+        let mut at = self.home(fragment);
+        for _ in 0..self.num_buckets {
+            let bucket = self.bucket_mut(at);
+            let empty = bucket.places(EMPTY).trailing_zeros() as usize;
+            if empty < PLACES {
+                (bucket.tags[empty], bucket.blocks[empty]) = (tag(fragment), block.0);
                 return;
             }
-            self.table[hole] = entry;
-            hole = next;
+            bucket.went_on += 1;
+            at = self.after(at);
         }
+    }
+
+    /// Empty the place of a block that the table names.
+    #[inline]
+    fn remove(&mut self, fragment: u64, block: BlockId) {
+        self.num_entries -= 1;
+        let mut at = self.home(fragment);
+        for _ in 0..self.num_buckets {
+            let bucket = self.bucket_mut(at);
+            if let Some(place) = bucket.place_of(tag(fragment), block) {
+                bucket.tags[place] = EMPTY;
+                return;
+            }
+            bucket.went_on -= 1;
+            at = self.after(at);
+        }
+    }
+}
+
+/// Whether a published block holds the content that is wanted.
+#[inline]
+pub(crate) fn holds(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
+    blocks[block].parent() == wanted.parent.as_parent(wanted.extra) && same_part(block, wanted, blocks)
+}
+
+/// Whether tokens and keys of one block are equal, whatever came before it.
+#[inline]
+fn same_part(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
+    blocks.holds_tokens(block, wanted.tokens)
+        && (wanted.extra.is_none() || blocks.extras.get(&block) == wanted.extra)
+}
+
+/// Whether only the digest is the same. The same part after another number of its parent is none: that was dropped and
+/// computed again.
+#[cold]
+fn collides(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
+    blocks.digest(block) == *wanted.digest && !same_part(block, wanted, blocks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Buckets overflow, round the end of the table too, where nearly all digests choose the last ones.
+    #[test]
+    fn full_buckets_lose_nothing() {
+        const NUM_BLOCKS: u32 = 64;
+        let mut blocks = Blocks::new(NUM_BLOCKS as usize, 1, false).unwrap();
+        let mut index = PrefixIndex::new(NUM_BLOCKS as usize).unwrap();
+        let parent = ContentId::root(0);
+        let digest = |block: u32| {
+            let chooses = [u32::MAX, u32::MAX - 1, 0][block as usize % 3];
+            Digest {
+                low: u128::from(chooses) | u128::from(block % 5) << 32 | u128::from(block) << 64,
+                high: 0,
+            }
+        };
+        let mut published = [false; NUM_BLOCKS as usize];
+        let mut most_went_on = 0;
+        for step in 0..4000u32 {
+            // Mostly full, then mostly empty, and so on.
+            let block = step.wrapping_mul(2_654_435_761) >> 26;
+            let publish = step / 500 % 2 == 0 || step % 5 == 0;
+            if publish && !published[block as usize] {
+                blocks.write_tokens(BlockId(block), 0, &[block]);
+                assert_eq!(index.publish(BlockId(block), &digest(block), parent, None, &mut blocks).1, None);
+            } else if !publish && published[block as usize] {
+                index.withdraw(BlockId(block), &mut blocks);
+            }
+            published[block as usize] = publish;
+            for block in 0..NUM_BLOCKS {
+                let (digest, tokens) = (digest(block), [block]);
+                let wanted = Content { digest: &digest, parent, tokens: &tokens, extra: None };
+                let found = published[block as usize].then_some(BlockId(block));
+                assert_eq!(index.find(wanted, &blocks, &mut 0), found);
+            }
+            let went_on: u32 = (0..index.num_buckets).map(|at| index.bucket(at).went_on).sum();
+            assert_eq!(index.num_entries(), published.iter().filter(|&&published| published).count());
+            assert!(index.num_entries() > 0 || went_on == 0);
+            most_went_on = most_went_on.max(went_on);
+        }
+        assert!(most_went_on > 20);
     }
 }

@@ -350,7 +350,7 @@ impl Sequence {
             return 0;
         }
         self.touch(len);
-        let (num_holes, orphaned) = pool.release_tail(&self.blocks[len..]);
+        let (num_holes, orphaned) = pool.release_tail(&self.blocks[len..], self.namespace);
         self.blocks.truncate(len);
         self.num_holes -= num_holes;
         orphaned
