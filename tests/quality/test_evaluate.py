@@ -1,6 +1,7 @@
 """The figures against plain arithmetic, and what must not change them."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from kvblocks.quality import Grid, Text, Thresholds, Variant, evaluate, with_format
 from kvblocks.quality.controls import control
 from kvblocks.quality.likelihood import divergence, log_softmax
+from kvblocks.quality.render import as_json
 from smollm2.contiguous import ContiguousCache
 
 from . import tiny
@@ -125,3 +127,22 @@ def test_thresholds_name_what_fails_with_both_numbers() -> None:
     assert not score.passes
     assert [failure.split()[0] for failure in score.failures] == ["KL", "top-1"]
     assert all("1e-09" in failure or "100.0%" in failure for failure in score.failures)
+
+
+def test_a_model_that_returns_other_rows_than_asked_for_is_named() -> None:
+    model = tiny.fake(lambda cache, ids, rows: np.zeros((len(ids) + 1, 9), np.float32))
+    with pytest.raises(
+        ValueError, match=r"returned logits of shape \(49, 9\) for 0 rows: expected \(0, vocab_size\)"
+    ):
+        evaluate(model, [], text=TEXT)
+
+
+def test_what_is_no_number_fails_and_is_null_in_json() -> None:
+    model = tiny.model()
+    broken = Variant("broken", model.config, lambda layer, k, v: (k, v * np.float32(np.nan)))
+    limits = Thresholds()
+    result = evaluate(model, [broken], text=TEXT, thresholds=limits)
+    assert len(result.scores[0].failures) == 3
+    content = json.loads(json.dumps(as_json(result, {}, limits), allow_nan=False))
+    assert content["formats"][1]["text"]["kl_mean"] is None
+    assert content["formats"][1]["text"]["top1"] == 0

@@ -9,17 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 import kvblocks.report as report
+from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig
+from kvblocks.quality.calibrate import calibrate, describe, needs_calibration, outliers
 from kvblocks.quality.controls import CONTROLS, control
 from kvblocks.quality.evaluate import Grid, Text, evaluate
 from kvblocks.quality.lane import Variant, with_format
 from kvblocks.quality.likelihood import TextScore
-from kvblocks.quality.model import load_model
+from kvblocks.quality.model import IDS, Model, load_model
 from kvblocks.quality.render import as_json, plot_grid, print_result
 from kvblocks.quality.text import cut, read_text
 from kvblocks.quality.verdict import Thresholds
@@ -104,6 +108,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--backend", help="backend that computes (default: $KVBLOCKS_BACKEND, else cpu)")
     cache.add_argument("--batch", type=_least(1), default=8, help="sequences computed together (default: 8)")
     cache.add_argument("--chunk", type=_least(1), default=16, help="tokens of each in a step (default: 16)")
+    static = parser.add_argument_group(
+        "static scales", "of formats such as int8:channel,int8 and fp8_e4m3:head"
+    )
+    static.add_argument("--scales", type=Path, metavar="FILE", help="calibration to take them from")
+    static.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="calibrate on the text after the scored windows, and write that (.json, .safetensors)",
+    )
+    static.add_argument(
+        "--calibration-windows",
+        type=_least(1),
+        default=2,
+        help="windows to calibrate on where no --scales are given (default: 2)",
+    )
     limits = parser.add_argument_group("thresholds")
     for name, unit in (
         ("max_kl", "mean KL divergence, nats"),
@@ -130,17 +150,20 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--plot draws the needle grid: leave --no-needle out")
     report.require("rich")
     if args.plot:
+        report.check_figure(args.plot)
         report.require("matplotlib")
     model = load_model(args.model)
     model = dataclasses.replace(model, config=_usable("--block-size", lambda: _config(model.config, args)))
     variants = _usable("--formats", lambda: [_variant(name, model.config) for name in args.formats])
+    ids = np.array(model.encode(read_text(args.text)), np.int64)
     text = grid = None
     if sizes["windows"]:
-        windows = cut(read_text(args.text), model.encode, sizes["windows"], sizes["window_tokens"])
+        windows = cut(ids, sizes["windows"], sizes["window_tokens"])
         text = _usable("--scored-after", lambda: Text(windows, args.scored_after))
     if not args.no_needle:
         depths = tuple(depth / 100 for depth in sizes["depths"])
         grid = _usable("--lengths", lambda: Grid(tuple(sizes["lengths"]), depths, sizes["trials"]))
+    scales = _calibration(args, model, variants, ids[sizes["windows"] * sizes["window_tokens"] :], sizes)
     given = {name: value for name in _limits() if (value := getattr(args, name)) is not None}
     thresholds = Thresholds(**(dict.fromkeys(_limits()) | given)) if given else Thresholds()
     num_tokens = (text.num_tokens if text else 0) + (grid.num_tokens if grid else 0)
@@ -149,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
             "kvblocks quality",
             lambda: evaluate(
                 model,
-                variants,
+                [_with_scales(variant, scales) for variant in variants],
                 text=text,
                 grid=grid,
                 thresholds=thresholds,
@@ -167,9 +190,12 @@ def run(args: argparse.Namespace) -> int:
         "block_size": model.config.block_size,
         "residual_tokens": model.config.residual_tokens,
         "chunk_tokens": args.chunk,
+        "calibration": None if scales is None else outliers(scales),
     }
     if str(args.json) != "-":
         print_result(result, _title(model.name, result.reference.text))
+        if scales is not None:
+            report.write_line(describe(outliers(scales)))
     if args.json:
         report.write_json(args.json, as_json(result, settings, thresholds))
     if args.plot:
@@ -194,6 +220,35 @@ def _config(config: CacheConfig, args: argparse.Namespace) -> CacheConfig:
 
 def _variant(name: str, config: CacheConfig) -> Variant:
     return control(name, config) if name in CONTROLS else with_format(config, name)
+
+
+def _calibration(
+    args: argparse.Namespace, model: Model, variants: Sequence[Variant], ids: IDS, sizes: dict[str, Any]
+) -> Calibration | None:
+    """The scales that were asked for or are needed: of a file, or from `ids`, the text that is not scored."""
+    if args.scales and args.calibrate:
+        raise UserError("--scales reads a calibration and --calibrate makes one: give one of the two")
+    if args.scales:
+        return _usable("--scales", lambda: Calibration.load(args.scales, model.config))
+    if not args.calibrate and not any(needs_calibration(variant.config) for variant in variants):
+        return None
+    windows = cut(
+        ids, args.calibration_windows, sizes["window_tokens"], what="rest of the text, to calibrate on,"
+    )
+    with report.progress("calibrating", windows.size) as progress:
+        calibration = _usable(
+            "kvblocks quality", lambda: calibrate(model, windows, backend=args.backend, progress=progress)
+        )
+    if args.calibrate:
+        try:
+            _usable("--calibrate", lambda: calibration.save(args.calibrate))
+        except OSError as error:
+            raise UserError(f"{args.calibrate}: cannot write: {error.strerror}") from error
+    return calibration
+
+
+def _with_scales(variant: Variant, scales: Calibration | None) -> Variant:
+    return dataclasses.replace(variant, calibration=scales if needs_calibration(variant.config) else None)
 
 
 def _title(model: str, text: TextScore | None) -> str:

@@ -17,6 +17,7 @@ from kvblocks._core import Allocated
 from kvblocks.backends import Backend
 from kvblocks.batch import Step
 from kvblocks.cache import PagedKVCache
+from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig
 from kvblocks.layout import Array
 from kvblocks.quality.model import F32, IDS, CacheView, Forward
@@ -30,13 +31,15 @@ class Variant:
     """What is compared with the reference: a cache format, or a codec whose result a plain cache stores.
 
     codec: quantises and restores K and V before they are written, to try an idea before there is a format of it; it
-    sees the tokens of one step. bits: what it would store per element, where it is known.
+    sees the tokens of one step. bits: what it would store per element, where it is known. calibration: where static
+    scales come from, for formats that have some.
     """
 
     name: str
     config: CacheConfig
     codec: Codec | None = None
     bits: float | None = None
+    calibration: Calibration | None = None
 
 
 class Lane:
@@ -69,6 +72,8 @@ class Lane:
             max_seqs=num_seqs,
             max_tokens=num_seqs * chunk_tokens,
         )
+        if variant.calibration is not None:
+            _set_scales(self._cache, variant.calibration)
         self._view: CacheView = (
             self._cache if variant.codec is None else _CodedView(self._cache, variant.codec)
         )
@@ -99,6 +104,11 @@ class Lane:
                 first = min(max(start, first_row), stop)
                 rows = np.arange(num_seqs)[:, None] * (stop - start) + np.arange(first - start, stop - start)
                 logits = self._forward(self._view, tokens[:, start:stop].reshape(-1), rows.reshape(-1))
+                if logits.ndim != 2 or len(logits) != rows.size:
+                    raise ValueError(
+                        f"the model returned logits of shape {logits.shape} for {rows.size} rows: "
+                        f"expected ({rows.size}, vocab_size)"
+                    )
                 manager.commit(handles, counts)
                 progress(sum(counts))
                 yield first, logits.reshape(num_seqs, stop - first, logits.shape[-1])
@@ -123,7 +133,17 @@ class _CodedView:
         return self._cache.attend(layer, q)
 
 
-def with_format(config: CacheConfig, kv_format: str) -> Variant:
+def with_format(config: CacheConfig, kv_format: str, calibration: Calibration | None = None) -> Variant:
     """The variant that stores `config`'s model in a format of the library's list; ValueError as CacheConfig's."""
     changed = dataclasses.replace(config, kv_format=kv_format)
-    return Variant(kv_format, changed)
+    return Variant(kv_format, changed, calibration=calibration)
+
+
+def _set_scales(cache: PagedKVCache, calibration: Calibration) -> None:
+    for layer, kv_format in enumerate(cache.config.formats):
+        k, v = kv_format.k, kv_format.v
+        cache.set_scales(
+            layer,
+            k=calibration.scale("k", layer, k) if k.is_static else None,
+            v=calibration.scale("v", layer, v) if v.is_static else None,
+        )

@@ -32,14 +32,15 @@ def bits_per_element(variant: Variant) -> float:
 
 
 def as_json(result: Result, settings: dict[str, Any], thresholds: Thresholds) -> dict[str, Any]:
-    """The whole result as plain values, with the settings that it was made with."""
+    """The whole result as plain values, with the settings that it was made with; null where a figure is not finite."""
     everyone = [result.reference, *result.scores]
-    return {
+    value: dict[str, Any] = {
         "settings": settings,
         "thresholds": asdict(thresholds),
         "capacity_tokens": CAPACITY_TOKENS,
         "formats": [_score_json(score, result.reference) for score in everyone],
     }
+    return {name: _finite(part) for name, part in value.items()}
 
 
 def print_result(result: Result, title: str) -> None:
@@ -158,6 +159,15 @@ def _score_json(score: Score, reference: Score) -> dict[str, Any]:
         "passes": score.passes,
         "failures": score.failures,
     }
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no NaN and no infinity, and a format that breaks a model brings both about.
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _mean_nll(cells: list[Cell]) -> float:

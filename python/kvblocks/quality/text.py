@@ -1,21 +1,16 @@
 """The text that formats are measured on: the project's own, or a file.
 
-Owns the cutting into windows. Imports the standard library, NumPy and report.
-Invariant: windows come from the beginning of the text, and the tokens of a calibration from its end.
+Owns the cutting into windows. Imports the standard library and report.
+Invariant: windows follow one another and overlap nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
-
 from kvblocks.quality.model import IDS
 from kvblocks.report import UserError
-
-Encode = Callable[[str], Sequence[int]]
 
 
 def own_text() -> str:
@@ -34,13 +29,11 @@ def read_text(path: str | Path | None) -> str:
         raise UserError(f"{path}: {reason}") from error
 
 
-def cut(text: str, encode: Encode, num_windows: int, window_tokens: int, *, from_end: bool = False) -> IDS:
-    """The first (or the last) windows of a text, int64 [num_windows, window_tokens]; UserError if it is too short."""
-    ids = np.array(encode(text), np.int64)
+def cut(ids: IDS, num_windows: int, window_tokens: int, *, what: str = "text") -> IDS:
+    """The first windows of a text's ids, int64 [num_windows, window_tokens]; UserError if there are too few."""
     needed = num_windows * window_tokens
     if len(ids) < needed:
         raise UserError(
-            f"the text has {len(ids)} tokens: {num_windows} windows of {window_tokens} tokens need {needed}"
+            f"the {what} has {len(ids)} tokens: {num_windows} windows of {window_tokens} tokens need {needed}"
         )
-    part = ids[len(ids) - needed :] if from_end else ids[:needed]
-    return part.reshape(num_windows, window_tokens)
+    return ids[:needed].reshape(num_windows, window_tokens)
