@@ -438,7 +438,7 @@ class BlockManager:
     full_hit: what a prompt that is cached as a whole leaves to compute: its last "block", or its last "token", for
     which the last block is copied on write.
     publish: a block can be hit once its step is committed ("commit"), or already once it is scheduled and its ids
-    are known ("schedule"): then a scheduled step must run or be aborted.
+    are known ("schedule"), by requests admitted after that: then a scheduled step must run or be aborted.
     merge: let a sequence give up a block whose content an older block has, and use that one.
     reuse: of blocks without content, "last_freed" first and cached blocks last; or "first_freed" of all, cached or
     not, as engines with one queue do.

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from .helpers import Engine
+from .helpers import Engine, state
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -110,3 +110,32 @@ def test_p020_a_merged_block_is_released_when_no_step_reads_it_any_more() -> Non
     assert engine.step.schedule([a, b], 1)
     assert engine.step.changes.tolist() == [[1, 0, 2]]
     assert engine.step.block_tables[1, 0] == first
+
+
+def test_p020_rows_of_one_step_that_hold_the_same_become_one_block_when_committed() -> None:
+    engine = Engine(8, 16, merge=True, publish="schedule")
+    one, two = (engine.admit(range(40)) for _ in range(2))
+    assert engine.step.schedule([one, two], 40)
+    assert engine.pool() == (2, 6, 0, 0)
+    late = engine.admit(range(40))  # hits the first of the two, before either is computed
+    assert engine.table(late)[:2] == engine.table(one)[:2] != engine.table(two)[:2]
+    engine.manager.commit([one, two], 40)
+    assert engine.table(one)[:2] == engine.table(two)[:2]
+    assert engine.pool() == (3, 5, 0, 0)  # two of each, and three tails
+    assert engine.step.schedule([one, two], 1)
+    assert engine.step.changes.tolist() == [[1, 0, 3]]  # the second row shows the first one's blocks
+
+
+def test_p020_a_merge_counts_as_a_hit_and_what_it_uses_cannot_be_aborted() -> None:
+    engine = Engine(8, 16, merge=True, publish="schedule")
+    one, two = (engine.admit(range(40)) for _ in range(2))
+    assert engine.step.schedule([one, two], 40)
+    engine.manager.commit(two, 40)
+    assert engine.table(one)[:2] == engine.table(two)[:2]
+    before = state(engine.manager, [one, two])
+    with pytest.raises(ValueError, match="nobody has hit"):
+        engine.manager.abort_step(one)
+    assert state(engine.manager, [one, two]) == before
+    engine.manager.preempt(two)
+    engine.manager.abort_step(one)
+    assert engine.pool() == (5, 3, 0, 0)

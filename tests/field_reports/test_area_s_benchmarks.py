@@ -1,4 +1,4 @@
-"""Area S: benchmarks measure the same state in every sample. That two runs agree (P142) is for a quiet machine."""
+"""Area S: benchmarks measure the same state in every sample; whether two runs agree is for an idle machine to say."""
 
 import importlib
 import inspect
@@ -14,7 +14,9 @@ import pytest
 import kvblocks as kv
 
 BENCHES = Path(__file__).resolve().parents[2] / "benches"
-sys.path.insert(0, str(BENCHES))
+sys.path[:0] = [str(BENCHES), str(BENCHES.parent)]
+
+NOISE = ("noise", "benchmarks.rows", "benchmarks.row")
 
 # Parameters of which the smaller ones say the same: a whole trace, a large batch.
 SLOW = ("W6", "1024")
@@ -75,3 +77,30 @@ def test_p141_a_benchmark_leaves_the_state_as_it_found_it(
         getattr(benchmark, method)(*params)
         assert state_of(benchmark) == before
     benchmark.teardown(*params)
+
+
+@pytest.mark.parametrize(("slower", "noisy"), [(0, False), (4, False), (6, True), (-6, True)])
+def test_p142_a_row_whose_two_runs_differ_by_5_percent_is_marked(
+    slower: int, noisy: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise, rows, row = (importlib.import_module(f"benches.{name}") for name in NOISE)
+    # A clock that stands still, and calls that say what they cost: 100 us in the first run; a slow first sample of each
+    # run, in which everything is cold, does not count.
+    monkeypatch.setattr(row, "clock_ns", lambda: 0.0)
+    costs = itertools.chain([9e9, *[100e3] * 4], [9e9, *[(100 + slower) * 1e3] * 4])
+
+    class Fake(row.Row):  # type: ignore[misc, name-defined]
+        parts, counted, cycles = ("call",), ("call",), 1
+
+        def kvblocks(self, cycle: int) -> tuple[float]:
+            return (next(costs),)
+
+        def python_pool(self, cycle: int) -> tuple[float]:
+            return (1.0,)
+
+    monkeypatch.setattr(noise, "ROWS", {"fake": rows.Entry(Fake, 1, 5)})
+    monkeypatch.setattr(sys, "argv", ["noise"])
+    noise.main()
+    (_, line) = capsys.readouterr().out.splitlines()
+    assert line.split()[:4] == ["fake", "us", "100.00", f"{100 + slower}.00"]
+    assert line.endswith("noisy") == noisy

@@ -65,6 +65,9 @@ impl Manager {
             }
             if self.size.offset(seq.num_computed()) < count {
                 // It has filled a block.
+                if self.merge {
+                    seq.merge_computed(seq.num_computed() - count, &mut self.pool);
+                }
                 seq.publish_full(&mut self.pool, self.merge);
                 seq.keep_room_to_grow();
             }
@@ -248,6 +251,16 @@ impl Sequence {
             self.tip = link;
             self.num_published = column + 1;
             if let (true, Some(older)) = (merge, older) {
+                self.merge_into(older, column, pool);
+            }
+        }
+    }
+
+    /// Merge the blocks that were published when they were scheduled, and filled since there were `before` computed tokens.
+    fn merge_computed(&mut self, before: usize, pool: &mut Pool) {
+        let full = pool.block_size.column(self.num_computed()).min(self.num_published);
+        for column in pool.block_size.column(before)..full {
+            if let Some(older) = pool.older_twin(self.blocks[column]) {
                 self.merge_into(older, column, pool);
             }
         }

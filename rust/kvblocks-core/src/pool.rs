@@ -484,6 +484,11 @@ impl Pool {
         Some((Link { digest, content }, older))
     }
 
+    /// The oldest block with the content of a published one, if that is another. O(1) expected, and O(twins).
+    pub fn older_twin(&self, block: BlockId) -> Option<BlockId> {
+        self.index.as_ref()?.older_twin(block, &self.blocks)
+    }
+
     /// Drop the cached blocks that `which` chooses by namespace; returns how many. O(cached blocks).
     pub fn drop_cached(&mut self, mut which: impl FnMut(u32) -> bool) -> usize {
         let chosen: Vec<_> = self

@@ -276,6 +276,21 @@ impl PrefixIndex {
         }
     }
 
+    /// The oldest block with the content of a published one, if that is another. O(1) expected, and O(twins).
+    pub fn older_twin(&self, block: BlockId, blocks: &Blocks) -> Option<BlockId> {
+        let content = blocks[block].content();
+        let is_twin = self.twins.get(&ContentId(content))?.contains(&block);
+        let mut at = self.home(blocks[block].fragment());
+        while is_twin && self.table[at] != 0 {
+            let named = block_of(self.table[at]);
+            if blocks[named].content() == content {
+                return Some(named);
+            }
+            at = self.after(at);
+        }
+        None
+    }
+
     /// Entries of the table and twins, for checks.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
         let buckets = (0..self.num_buckets).map(|at| self.bucket(at));

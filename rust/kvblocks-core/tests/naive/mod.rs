@@ -641,19 +641,24 @@ impl Naive {
             seq.published = column + 1;
             seq.tip = number;
             if let (true, Some(older)) = (merge, older) {
-                self.blocks[older].refs += 1;
-                self.queue.retain(|&queued| queued != older);
-                seq.table[column] = older;
-                if self.blocks[block].refs == 1 {
-                    self.blocks[block].content = None;
-                }
-                match seq.in_flight.len() {
-                    0 => {
-                        self.drop_ref(block);
-                    }
-                    steps => seq.retired.push((block, steps)),
-                }
+                self.merge_into(seq, column, older);
             }
+        }
+    }
+
+    /// Use an older block with the same content in place of the one in a column.
+    fn merge_into(&mut self, seq: &mut Seq, column: usize, older: usize) {
+        let block = std::mem::replace(&mut seq.table[column], older);
+        self.blocks[older].refs += 1;
+        self.queue.retain(|&queued| queued != older);
+        if self.blocks[block].refs == 1 {
+            self.blocks[block].content = None;
+        }
+        match seq.in_flight.len() {
+            0 => {
+                self.drop_ref(block);
+            }
+            steps => seq.retired.push((block, steps)),
         }
     }
 
@@ -750,6 +755,17 @@ impl Naive {
             }
         }
         let computed = seq.computed;
+        if self.merge {
+            // What was published when it was scheduled.
+            for column in (computed - count) / self.block_size..seq.published.min(computed / self.block_size)
+            {
+                let content = self.blocks[seq.table[column]].content.clone();
+                let oldest = content.and_then(|content| self.oldest(content.parent, &content.tokens, None));
+                if let Some(older) = oldest.filter(|&older| older != seq.table[column]) {
+                    self.merge_into(&mut seq, column, older);
+                }
+            }
+        }
         self.publish(&mut seq, computed, self.merge);
         if count < step {
             self.roll_back(&mut seq, computed, reserved_before);
