@@ -628,7 +628,7 @@ class BlockManager:
         """What a namespace uses and has asked for; no keys: the default one. O(1).
 
         Its totals last while something belongs to it, and afterwards until 4,096 other namespaces have become empty
-        since; zeros for one that is not known.
+        since; zeros for one that is not known. Raises ValueError for empty keys.
         """
     def fragmentation(self) -> Fragmentation:
         """Where the free blocks lie. O(num_blocks / 64 + runs)."""
@@ -647,7 +647,7 @@ class BlockManager:
         """Make all blocks under an adapter, a salt, or both unfindable; returns how many, those in use included.
 
         What sequences under it compute from now on is not published either, until they are preempted and
-        computed anew. Raises ValueError without a key. O(num_blocks); releases the interpreter.
+        computed anew. Raises ValueError without a key, and for empty ones. O(num_blocks); releases the interpreter.
         """
     def check_integrity(self) -> list[str]:
         """Recompute every counter and list from scratch; the violations found, empty when sound. O(capacity)."""

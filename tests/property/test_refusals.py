@@ -1,5 +1,6 @@
 """What is refused changes nothing, and what says that it can be done is done: over random states and options."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,20 @@ def test_a_full_step_takes_the_longest_prefix_and_the_rest_comes_later(
 FOREIGN = kv.BlockManager(4, 2).prepare([1])
 
 
+# These take nothing that could be wrong.
+ALWAYS_RIGHT = {
+    "check_integrity", "fragmentation", "pending_transfers", "reset_peaks", "reset_prefix_cache", "series", "stats",
+}  # fmt: skip
+
+
+def test_the_wrong_calls_cover_every_verb() -> None:
+    verbs = {name for name, verb in vars(kv.BlockManager).items() if callable(verb) and name[0] != "_"}
+    source = inspect.getsource(wrong_calls)
+    assert len(verbs) >= 32
+    assert {verb for verb in verbs if f"manager.{verb}(" not in source} == ALWAYS_RIGHT
+    assert "step.schedule(" in source
+
+
 def wrong_calls(walker: Walk) -> list[Callable[[], object]]:
     """Misuse of every verb, in the middle of a batch where there is one."""
     manager, step, handles = walker.manager, walker.engine.step, walker.handles
@@ -147,10 +162,21 @@ def wrong_calls(walker: Walk) -> list[Callable[[], object]]:
         lambda: manager.set_max_tokens(handles, [-1] * max(1, len(handles))),
         lambda: manager.move_slots([*handles, 0], 0, []),
         lambda: manager.reclaimable([*handles, 0]),
+        lambda: manager.sequence_usage([*handles, 0]),
+        lambda: manager.sequence(0),
+        lambda: manager.block_table(0),
+        lambda: manager.tokens(0),
         lambda: manager.drop_range(0, 0, 1),
         lambda: manager.begin_transfer(0),
         lambda: manager.complete_transfer(0),
+        lambda: manager.fail_transfer(0),
+        lambda: manager.cancel_transfer(0),
+        lambda: manager.match_prefix(FOREIGN),
+        lambda: manager.can_allocate(FOREIGN),
+        lambda: manager.prepare([-1]),
+        lambda: manager.namespace_usage(salt=""),
         lambda: manager.drop_namespace(),
+        lambda: manager.drop_namespace(salt=""),
         lambda: step.schedule([*handles, 0], 1),
         lambda: step.schedule(handles, 10_000, pad_seqs=17),
     ]

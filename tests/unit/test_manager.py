@@ -1,5 +1,6 @@
 """The verbs of `BlockManager` and `Step` as Python sees them: answers, arguments, errors, processes, threads."""
 
+import inspect
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ import pytest
 
 import kvblocks as kv
 from kvblocks._core import StepBuffers
+
+VERBS = [name for name, verb in vars(kv.BlockManager).items() if callable(verb) and not name.startswith("_")]
 
 
 def run(step: kv.Step, manager: kv.BlockManager, handle: int, ids: list[int] | None = None) -> None:
@@ -539,19 +542,28 @@ def test_a_row_that_changes_owner_is_written_again(manager: kv.BlockManager, ste
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
 def test_a_forked_child_gets_a_clear_error(manager: kv.BlockManager, step: kv.Step) -> None:
     prompt = manager.prepare([1])
+    arguments: dict[str, tuple[Any, ...]] = {
+        "prepare": ([1],),
+        **dict.fromkeys(("match_prefix", "can_allocate", "allocate"), (prompt,)),
+        **dict.fromkeys(("commit", "reorder", "truncate", "set_max_tokens"), ([], [])),
+        **dict.fromkeys(("abort_step", "fork", "preempt", "free", "reclaimable", "sequence_usage"), ([],)),
+        **dict.fromkeys(("sequence", "block_table", "tokens", "begin_transfer"), (0,)),
+        **dict.fromkeys(("complete_transfer", "fail_transfer", "cancel_transfer"), (0,)),
+        "move_slots": ([], [], []),
+        "drop_range": (0, 0, 0),
+    }
+    assert set(arguments) <= set(VERBS)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            calls: list[Callable[[], object]] = [
-                manager.stats,
-                manager.check_integrity,
-                lambda: manager.allocate(prompt),
-                lambda: step.schedule([], []),
-            ]
-            for call in calls:
+            for verb in VERBS:
                 with pytest.raises(kv.ForkedProcessError):
-                    call()
+                    getattr(manager, verb)(*arguments.get(verb, ()))
+            with pytest.raises(kv.ForkedProcessError):
+                step.schedule([], [])
+            with pytest.raises(kv.ForkedProcessError):
+                kv.Step(manager)
             assert kv.BlockManager(4, 2).stats().free_blocks == 3
             code = 0
         finally:
@@ -562,7 +574,7 @@ def test_a_forked_child_gets_a_clear_error(manager: kv.BlockManager, step: kv.St
 
 
 def test_sixteen_threads_may_share_a_manager() -> None:
-    manager = kv.BlockManager(700, 4, merge=True)
+    manager = kv.BlockManager(700, 4, merge=True, series_every=100, series_len=4)
 
     def work(seed: int) -> None:
         step = kv.Step(manager, max_seqs=4, max_tokens=64, depth=2)
@@ -572,30 +584,49 @@ def test_sixteen_threads_may_share_a_manager() -> None:
             first, second = manager.fork(handle, 2).tolist()
             assert step.schedule([first, second], 1)
             manager.abort_step(second)
+            assert manager.move_slots(first, 1, [0]).shape == (0, 2)
+            assert manager.sequence(handle).num_computed == 12 == len(manager.tokens(handle))
             transfer = manager.begin_transfer(handle)
             (prompt,) = manager.preempt(first)
             manager.reorder([handle, second], [1, 0])
             manager.drop_range(handle, 0, 4)
             manager.set_max_tokens(second, 20)
             manager.truncate(second, 5 + i % 5)
+            assert manager.match_prefix(prompt) <= 8
+            assert manager.can_allocate(prompt)
             assert manager.allocate(prompt)
+            usage = manager.sequence_usage([handle, first, second])
+            assert 0 < usage.reclaimable_blocks <= usage.private_blocks <= usage.live_blocks
+            assert len(manager.block_table(handle)) == 3
             if i % 40 == seed:
                 manager.reset_prefix_cache()
                 manager.drop_namespace(salt="none")
+                manager.reset_peaks()
                 assert manager.check_integrity() == []
+                assert manager.fragmentation().free_blocks <= 699
+                assert len(manager.series()) <= 4
+                assert manager.namespace_usage().num_seqs >= 3
+                assert manager.reclaimable(first) <= 3
+                assert transfer in manager.pending_transfers()[:, 0]
             manager.free([handle, first, second])
-            manager.complete_transfer(transfer)
+            (manager.complete_transfer, manager.fail_transfer, manager.cancel_transfer)[i % 3](transfer)
             stats = manager.stats()
             total = stats.free_blocks + stats.live_blocks + stats.cached_blocks + stats.held_blocks
             assert total == stats.capacity_blocks == 699
 
+    source = inspect.getsource(work)
+    assert [verb for verb in VERBS if f"manager.{verb}" not in source] == [
+        "prepare",
+        "commit",
+    ]  # in `admit`, `run`
     with ThreadPoolExecutor(16) as pool:
         for outcome in [pool.submit(work, seed) for seed in range(16)]:
             outcome.result()
     assert manager.check_integrity() == []
     stats = manager.stats()
     assert (stats.live_blocks, stats.held_blocks, stats.num_seqs, stats.num_transfers) == (0, 0, 0, 0)
-    assert (stats.completed_transfers, stats.preemptions) == (16 * 120, 16 * 120)
+    ended = (stats.completed_transfers, stats.failed_transfers, stats.cancelled_transfers)
+    assert (ended, stats.preemptions) == ((16 * 40,) * 3, 16 * 120)
 
 
 def test_commit_takes_the_missing_ids_or_all_of_them(manager: kv.BlockManager, step: kv.Step) -> None:

@@ -257,6 +257,7 @@ impl Manager {
             let expected = "an adapter, a salt, or both".to_owned();
             return Err(Error::Value { argument: "number of keys", got: 0, expected });
         }
+        wanted.check(0)?;
         let chosen: Vec<u32> = self
             .pool
             .namespaces

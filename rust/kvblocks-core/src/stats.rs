@@ -2,6 +2,7 @@
 //!
 //! Invariant: a snapshot is O(1): every counter is kept up to date by the change that moves it.
 
+use crate::error::Result;
 use crate::keys::Keys;
 use crate::manager::Manager;
 use crate::pool::Pool;
@@ -109,9 +110,10 @@ impl Manager {
     }
 
     /// What one namespace uses, and what has been counted for it; zeros for one that is not known. O(length of the keys).
-    pub fn namespace_usage(&mut self, keys: &Keys) -> Usage {
+    pub fn namespace_usage(&mut self, keys: &Keys) -> Result<Usage> {
+        keys.check(0)?;
         let index = self.pool.namespaces.find(&keys.namespace());
-        index.map(|index| *self.pool.namespaces.usage(index)).unwrap_or_default().snapshot(self.size)
+        Ok(index.map(|index| *self.pool.namespaces.usage(index)).unwrap_or_default().snapshot(self.size))
     }
 
     /// Where the free blocks lie. Paged allocation does not care; whoever wants to shrink the pool does.

@@ -534,7 +534,7 @@ impl Test {
         assert_eq!(stats.allocated_slots, stats.live_blocks as u64 * size);
         assert_eq!(stats.evicted_tokens, stats.evicted_blocks * size);
         for (namespace, expected) in (0..).zip(expected.into_iter().zip(naive.tallies)) {
-            let usage = self.manager.namespace_usage(&keys(namespace));
+            let usage = self.manager.namespace_usage(&keys(namespace)).unwrap();
             assert_eq!((gauges(&usage), tally(&usage)), expected, "namespace {namespace}");
         }
         let names: Vec<_> = naive.seqs.keys().copied().collect();

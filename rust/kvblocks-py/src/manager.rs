@@ -432,7 +432,7 @@ impl PyBlockManager {
         salt: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyUsage> {
         let keys = arrays::keys(adapter, salt, None)?;
-        Ok(PyUsage(self.lock(py)?.namespace_usage(&keys)))
+        self.lock(py)?.namespace_usage(&keys).map(PyUsage).map_err(to_python)
     }
 
     fn fragmentation(&self, py: Python<'_>) -> PyResult<PyFragmentation> {
