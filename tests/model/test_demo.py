@@ -67,6 +67,7 @@ def test_short_run(checkpoint: Checkpoint, tmp_path: Path, options: list[str]) -
     assert result.stdout.count("\n") < 30
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("backend", ["numpy", "cpu"])
 @pytest.mark.parametrize(
     "kv_format",
@@ -86,6 +87,15 @@ def test_short_run(checkpoint: Checkpoint, tmp_path: Path, options: list[str]) -
 def test_every_format_that_is_good_enough_finds_the_capital(
     checkpoint: Checkpoint, tmp_path: Path, kv_format: str, backend: str
 ) -> None:
+    _check_format(tmp_path, kv_format, backend)
+
+
+def test_a_format_with_scales_and_one_with_a_residual(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for kv_format in ("int8:channel,int8", "kivi4r"):
+        _check_format(tmp_path, kv_format, "numpy")
+
+
+def _check_format(tmp_path: Path, kv_format: str, backend: str) -> None:
     path = _requests(
         tmp_path,
         '{"system": "Answer in one short sentence."}',
@@ -101,6 +111,7 @@ def test_every_format_that_is_good_enough_finds_the_capital(
     assert "every block came home: 0 in use" in result.stdout
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("kv_format", ["kivi2", "kivi2r"])
 def test_formats_of_2_bits_run_to_the_end(checkpoint: Checkpoint, kv_format: str) -> None:
     result = _run("--kv-format", kv_format, "--max-new-tokens", "8", "--backend", "numpy")
