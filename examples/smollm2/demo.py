@@ -26,8 +26,9 @@ from typing import NoReturn
 # Run as a script, so that the package of these modules has to be named to Python.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from kvblocks import CacheConfig, Calibration, KVFormat, PagedKVCache
+    from kvblocks import CacheConfig, KVFormat, PagedKVCache
     from kvblocks.backends import get_backend
+    from kvblocks.calibration import Calibration
     from smollm2.engine import Engine
     from smollm2.model import Llama
     from smollm2.prompts import Prompt, PromptsError, read_prompts

@@ -29,7 +29,6 @@ from kvblocks._core import (
 from kvblocks.backends import Backend, get_backend
 from kvblocks.batch import PackedStep, Step
 from kvblocks.cache import PagedKVCache, SavedSequence
-from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig, parse_memory
 from kvblocks.formats import FORMATS, Format, KVFormat
 from kvblocks.layout import LayerCache
@@ -40,7 +39,6 @@ __all__ = [
     "Backend",
     "BlockManager",
     "CacheConfig",
-    "Calibration",
     "Dropped",
     "ForkedProcessError",
     "Format",

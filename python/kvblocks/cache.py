@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from kvblocks._core import BlockManager, Scheduled
 from kvblocks.backends import Backend, get_backend
 from kvblocks.batch import Step
-from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig, as_integer, parse_memory
 from kvblocks.formats import Format, Part
 from kvblocks.layout import Array, LayerCache, dtype_name, from_float32, to_float32
-from kvblocks.residual import Residual, SavedResidual
 from kvblocks.rotation import rotate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from kvblocks._core import _Counts, _Handles, _ScheduleOptions
+    from kvblocks.calibration import Calibration
+    from kvblocks.residual import Residual, SavedResidual
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,13 @@ class PagedKVCache:
             max_blocks_per_seq=max_blocks_per_seq,
         )
         self.layers: list[LayerCache] = self.backend.allocate(config, num_blocks)
-        self.residual = Residual(config, residual_seqs) if config.has_residual else None
+        self.residual: Residual | None = None
+        if config.has_residual:
+            from kvblocks.residual import (
+                Residual,
+            )  # few formats have one, and importing the package should be cheap
+
+            self.residual = Residual(config, residual_seqs)
         self.calibration = calibration
         self._written = [False] * config.num_layers
 

@@ -8,10 +8,8 @@ place: where it is called, or at the end of the `observe` call that fills the wi
 from __future__ import annotations
 
 import importlib
-import json
 import math
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +18,9 @@ from kvblocks.backends.codecs import amax_of, scale_of
 from kvblocks.config import CacheConfig
 from kvblocks.formats import Format, Part
 from kvblocks.layout import to_float32
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 F32 = NDArray[np.float32]
 
@@ -136,20 +137,24 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, or a safetensors file where the name ends so; it replaces one that is there as a whole."""
-        path = Path(path)
+        path = _path(path)
         part = path.with_name(path.name + ".part")
-        header = {"kind": _KIND, "version": str(_VERSION), "window_tokens": json.dumps(self.window_tokens)}
+        header = {"kind": _KIND, "version": str(_VERSION), "window_tokens": str(self.window_tokens)}
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         if path.suffix == ".safetensors":
             _safetensors().save_file(arrays, part, metadata=header)
         else:
-            part.write_text(json.dumps(header | {name: array.tolist() for name, array in arrays.items()}))
+            part.write_text(
+                importlib.import_module("json").dumps(
+                    header | {name: array.tolist() for name, array in arrays.items()}
+                )
+            )
         part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path, config: CacheConfig) -> Calibration:
         """Read what `save` wrote, frozen. Raises ValueError that names the file, the field and what was expected."""
-        path = Path(path)
+        path = _path(path)
         fields = _read(path)
         if fields.get("kind") != _KIND or fields.get("version") != str(_VERSION):
             raise ValueError(
@@ -185,7 +190,14 @@ def _upper_edge(bins: NDArray[np.int64]) -> F32:
     return np.where(bins == _NUM_BINS - 1, math.inf, edges).astype(np.float32)
 
 
+def _path(path: str | Path) -> Path:
+    # Files come last, if at all: what they need is not imported with the package.
+    made: Path = importlib.import_module("pathlib").Path(path)
+    return made
+
+
 def _read(path: Path) -> dict[str, Any]:
+    json = importlib.import_module("json")
     try:
         if path.suffix == ".safetensors":
             with _safetensors_open(path) as file:

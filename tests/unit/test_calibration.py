@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 
 import kvblocks as kv
+from kvblocks.calibration import Calibration
 
 CONFIG = kv.CacheConfig(2, 3, 16, 8)
 
 
-def make(
-    num_tokens: int = 50, seed: int = 0, **options: Any
-) -> tuple[kv.Calibration, np.ndarray, np.ndarray]:
+def make(num_tokens: int = 50, seed: int = 0, **options: Any) -> tuple[Calibration, np.ndarray, np.ndarray]:
     """A calibration that has seen K and V [2, num_tokens, ..] of two layers; head h is 4^h times as large."""
     rng = np.random.default_rng(seed)
     sizes = 4.0 ** np.arange(3)[:, None]
     k = (rng.standard_normal((2, num_tokens, 3, 16)) * sizes).astype(np.float32)
     v = (rng.standard_normal((2, num_tokens, 3, 8)) * sizes).astype(np.float32)
-    calibration = kv.Calibration(CONFIG, **options)
+    calibration = Calibration(CONFIG, **options)
     for layer in range(2):
         calibration.observe(layer, k[layer], v[layer])
     return calibration, k, v
@@ -69,7 +68,7 @@ def test_the_report_of_what_a_scale_clips() -> None:
 
 
 def test_an_outlier_channel_is_seen() -> None:
-    calibration = kv.Calibration(CONFIG)
+    calibration = Calibration(CONFIG)
     k = np.random.default_rng(0).standard_normal((100, 3, 16)).astype(np.float32)
     k[:, 1, 5] *= 100
     calibration.observe(0, k, np.ones((100, 3, 8), np.float32))
@@ -79,7 +78,7 @@ def test_an_outlier_channel_is_seen() -> None:
 
 
 def test_what_is_not_finite_is_left_out() -> None:
-    calibration = kv.Calibration(CONFIG)
+    calibration = Calibration(CONFIG)
     k, v = np.ones((4, 3, 16), np.float32), np.ones((4, 3, 8), np.float32)
     k[0, 0, 0], k[1, 1, 1], v[2] = np.inf, np.nan, -np.inf
     calibration.observe(0, k, v)
@@ -89,7 +88,7 @@ def test_what_is_not_finite_is_left_out() -> None:
 
 
 def test_the_window_freezes_in_one_place() -> None:
-    calibration = kv.Calibration(CONFIG, window_tokens=256)
+    calibration = Calibration(CONFIG, window_tokens=256)
     for num_tokens in (10, 300, 50):
         for layer in range(2):
             calibration.observe(
@@ -100,7 +99,7 @@ def test_the_window_freezes_in_one_place() -> None:
         assert calibration.is_frozen == (num_tokens != 10)
     assert calibration.num_tokens.tolist() == [310, 310]
     assert calibration.k_amax.max() == 300
-    loose = kv.Calibration(CONFIG)
+    loose = Calibration(CONFIG)
     loose.freeze()
     loose.observe(0, np.ones((1, 3, 16), np.float32), np.ones((1, 3, 8), np.float32))
     assert loose.num_tokens.tolist() == [0, 0]
@@ -111,7 +110,7 @@ def test_files(tmp_path: Path, suffix: str) -> None:
     calibration, _, _ = make()
     path = tmp_path / f"scales.{suffix}"
     calibration.save(path)
-    again = kv.Calibration.load(path, CONFIG)
+    again = Calibration.load(path, CONFIG)
     for name in ("k_amax", "v_amax", "k_histogram", "v_histogram", "num_tokens"):
         np.testing.assert_array_equal(getattr(again, name), getattr(calibration, name))
     assert again.is_frozen
@@ -119,7 +118,7 @@ def test_files(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(
         ValueError, match=rf"{path.name}: k_amax has shape \(2, 3, 16\), this model needs \(2, 3, 32\)"
     ):
-        kv.Calibration.load(path, kv.CacheConfig(2, 3, 32, 8))
+        Calibration.load(path, kv.CacheConfig(2, 3, 32, 8))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"bad.json: {message}"):
-        kv.Calibration.load(path, CONFIG)
+        Calibration.load(path, CONFIG)
 
 
 def test_files_with_numbers_that_are_none(tmp_path: Path) -> None:
@@ -150,18 +149,18 @@ def test_files_with_numbers_that_are_none(tmp_path: Path) -> None:
     fields["v_amax"][0][0][0] = -1
     path.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"bad\.json: v_amax: expected finite numbers from 0 on"):
-        kv.Calibration.load(path, CONFIG)
+        Calibration.load(path, CONFIG)
     with pytest.raises(ValueError, match=r"absent\.json: No such file"):
-        kv.Calibration.load(tmp_path / "absent.json", CONFIG)
+        Calibration.load(tmp_path / "absent.json", CONFIG)
     (tmp_path / "bad.safetensors").write_bytes(b"12345678901234567890")
     with pytest.raises(ValueError, match=r"bad\.safetensors: "):
-        kv.Calibration.load(tmp_path / "bad.safetensors", CONFIG)
+        Calibration.load(tmp_path / "bad.safetensors", CONFIG)
 
 
 def test_refusals() -> None:
     calibration, k, v = make()
     with pytest.raises(ValueError, match="window_tokens is 0"):
-        kv.Calibration(CONFIG, window_tokens=0)
+        Calibration(CONFIG, window_tokens=0)
     with pytest.raises(ValueError, match="percent is 0, expected a number above 0"):
         calibration.percentile("k", 0, 0)
     with pytest.raises(ValueError, match="int8 has no static scale"):
@@ -169,7 +168,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="percent is 99: a channel's scale"):
         calibration.scale("k", 0, part_of("int8:channel"), 99)
     with pytest.raises(ValueError, match="layer 0 has seen no tokens"):
-        kv.Calibration(CONFIG).scale("k", 0, part_of("int8:head"))
+        Calibration(CONFIG).scale("k", 0, part_of("int8:head"))
     with pytest.raises(ValueError, match=r"rows of layer 0 have shape \(50, 3, 8\)"):
         calibration.observe(0, v[0], v[0])
     assert calibration.k_amax.max() == np.abs(k).max()
@@ -178,7 +177,7 @@ def test_refusals() -> None:
 def test_a_cache_calibrates_and_another_one_takes_its_scales() -> None:
     """While a model runs: padding is not seen; the scales of a run keep all of its values."""
     plain = kv.CacheConfig(2, 3, 16, 8)
-    calibration = kv.Calibration(plain)
+    calibration = Calibration(plain)
     cache = kv.PagedKVCache(plain, 8, backend="numpy", calibration=calibration, max_tokens=64)
     handle = cache.manager.allocate(cache.manager.prepare(range(40))).handle
     assert cache.schedule([handle], 40, pad_tokens=48)

@@ -25,14 +25,18 @@ Shared meaning of the arguments, for every method:
 - errors: TypeError or ValueError that names the argument, the axis and both numbers, or the row.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvblocks.backends.codecs import Encoded
 from kvblocks.config import CacheConfig
 from kvblocks.formats import Format
 from kvblocks.layout import Array, LayerCache
+
+if TYPE_CHECKING:
+    from kvblocks.backends.codecs import Encoded
 
 
 @dataclass(frozen=True, eq=False)
