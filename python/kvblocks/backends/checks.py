@@ -13,13 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvblocks.backends.base import Supported, Tail
+from kvblocks.backends.expect import (
+    as_float32,
+    expect_aligned,
+    expect_apart,
+    expect_array,
+    expect_distinct,
+    expect_dtype,
+    expect_floats,
+    expect_listed,
+    expect_nested,
+    expect_result,
+    expect_shape,
+    expect_writeable,
+)
 from kvblocks.config import CacheConfig, as_integer
 from kvblocks.formats import Format, KVFormat, parse_format
-from kvblocks.layout import LayerCache, dtype_name
+from kvblocks.layout import LayerCache
 
 _INT32_MAX = 2**31 - 1
-_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 class AttendArgs(NamedTuple):
@@ -35,10 +47,10 @@ def check_config(supported: Supported, config: CacheConfig, num_blocks: int) -> 
     """Refuse a config outside `supported`, naming the field and the supported list."""
     for kv_format in dict.fromkeys(config.formats):
         _format(supported, kv_format)
-    _listed("layout", config.layout, supported.layouts)
-    _listed("head_dim", config.head_dim, supported.head_dims)
-    _listed("head_dim_v", config.head_dim_v, supported.head_dims)
-    _listed("block_size", config.block_size, supported.block_sizes)
+    expect_listed("layout", config.layout, supported.layouts)
+    expect_listed("head_dim", config.head_dim, supported.head_dims)
+    expect_listed("head_dim_v", config.head_dim_v, supported.head_dims)
+    expect_listed("block_size", config.block_size, supported.block_sizes)
     if as_integer(num_blocks) is None or not 1 <= num_blocks <= _INT32_MAX:
         raise ValueError(f"num_blocks is {num_blocks!r}: expected an integer in 1..{_INT32_MAX}")
 
@@ -53,10 +65,12 @@ def check_write(
     """Check the arguments of `write`."""
     _cache(supported, cache, written=True)
     for name, array, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
-        _floats(name, array, supported.q_dtypes)
-        _shape(name, array, (("num_tokens", None), ("num_kv_heads", cache.num_kv_heads), ("head_dim", dim)))
-    _numbers("slot_mapping", slot_mapping, np.int64)
-    _shape("slot_mapping", slot_mapping, (("num_slots", None),))
+        expect_floats(name, array, supported.q_dtypes)
+        expect_shape(
+            name, array, (("num_tokens", None), ("num_kv_heads", cache.num_kv_heads), ("head_dim", dim))
+        )
+    expect_dtype("slot_mapping", slot_mapping, np.int64)
+    expect_shape("slot_mapping", slot_mapping, (("num_slots", None),))
     num_slots = len(slot_mapping)
     for name, array in (("k", k), ("v", v)):
         if len(array) < num_slots:
@@ -64,9 +78,9 @@ def check_write(
     if supported.checks_values:
         _check_slots(cache, slot_mapping)
     stored = _arrays(cache)
-    _apart((("k", k), ("v", v), ("slot_mapping", slot_mapping)), stored)
+    expect_apart((("k", k), ("v", v), ("slot_mapping", slot_mapping)), stored)
     for index, one in enumerate(stored):
-        _apart((one,), stored[index + 1 :])
+        expect_apart((one,), stored[index + 1 :])
 
 
 def _check_slots(cache: LayerCache, slot_mapping: NDArray[np.int64]) -> None:
@@ -79,7 +93,7 @@ def _check_slots(cache: LayerCache, slot_mapping: NDArray[np.int64]) -> None:
             f"{cache.num_slots} slots"
         )
     written = np.flatnonzero(slot_mapping >= 0)
-    _distinct("slot_mapping", "slot", slot_mapping[written], written)
+    expect_distinct("slot_mapping", "slot", slot_mapping[written], written)
     for part in (cache.format.k, cache.format.v):
         if part.scaling == "token_group":
             _whole_groups(slot_mapping[written], part)
@@ -112,8 +126,8 @@ def check_attend(
 ) -> AttendArgs:
     """Check the arguments of `attend`; resolves the scale and makes `out` where it is not given."""
     _cache(supported, cache)
-    _floats("q", q, supported.q_dtypes)
-    _shape("q", q, (("num_tokens", None), ("num_q_heads", None), ("head_dim", cache.head_dim)))
+    expect_floats("q", q, supported.q_dtypes)
+    expect_shape("q", q, (("num_tokens", None), ("num_q_heads", None), ("head_dim", cache.head_dim)))
     num_tokens, num_q_heads, _ = q.shape
     if num_q_heads == 0 or num_q_heads % cache.num_kv_heads:
         raise ValueError(
@@ -131,11 +145,11 @@ def check_attend(
     )
     for feature, value in features:
         if value is not None:
-            _listed("feature", feature, tuple(sorted(supported.features)))
-    factor = 1.0 / math.sqrt(cache.head_dim) if scale is None else _float32(scale)
+            expect_listed("feature", feature, tuple(sorted(supported.features)))
+    factor = 1.0 / math.sqrt(cache.head_dim) if scale is None else as_float32(scale)
     if factor is None:
         raise ValueError(f"scale is {scale!r}: expected 0 or a normal float32 number")
-    cap = None if soft_cap is None else _float32(soft_cap)
+    cap = None if soft_cap is None else as_float32(soft_cap)
     if soft_cap is not None and (cap is None or cap <= 0):
         raise ValueError(
             f"soft_cap is {soft_cap!r}: expected a normal float32 number > 0, or None for no cap"
@@ -148,8 +162,8 @@ def check_attend(
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is None:
             continue
-        _numbers(name, per_head, np.float32)
-        _shape(name, per_head, (("num_q_heads", num_q_heads),))
+        expect_dtype(name, per_head, np.float32)
+        expect_shape(name, per_head, (("num_q_heads", num_q_heads),))
         if not supported.checks_values:
             continue
         allowed = np.isfinite(per_head) | ((name == "sinks") & np.isneginf(per_head))
@@ -159,15 +173,15 @@ def check_attend(
 
     out_shape = (("num_tokens", num_tokens), ("num_q_heads", num_q_heads), ("head_dim_v", cache.head_dim_v))
     if out is not None:
-        _array("out", out)
+        expect_array("out", out)
         if out.dtype != q.dtype:
             raise TypeError(f"out: dtype {out.dtype}, q has {q.dtype}")
-        _shape("out", out, out_shape)
-        _result("out", out)
+        expect_shape("out", out, out_shape)
+        expect_result("out", out)
     if lse is not None:
-        _numbers("lse", lse, np.float32)
-        _shape("lse", lse, out_shape[:2])
-        _result("lse", lse)
+        expect_dtype("lse", lse, np.float32)
+        expect_shape("lse", lse, out_shape[:2])
+        expect_result("lse", lse)
     tails: tuple[tuple[str, NDArray[Any]], ...] = ()
     if tail is not None:
         tails = _check_tail(supported, cache, tail, seq_lens)
@@ -181,7 +195,7 @@ def check_attend(
         width,
         None if tail is None else tail.start_loc,
     )
-    _apart(
+    expect_apart(
         (("out", out), ("lse", lse)),
         (
             ("q", q),
@@ -194,7 +208,7 @@ def check_attend(
             ("query_start_loc", query_start_loc),
         ),
     )
-    _apart((("out", out),), (("lse", lse),))
+    expect_apart((("out", out),), (("lse", lse),))
     if out is None:
         out = np.empty((num_tokens, num_q_heads, cache.head_dim_v), q.dtype)
     return AttendArgs(factor, width, cap, out)
@@ -204,10 +218,10 @@ def check_copies(supported: Supported, caches: Sequence[LayerCache], copies: NDA
     """Check the arguments of `copy_blocks`."""
     for cache in caches:
         _cache(supported, cache, written=True)
-    _numbers("copies", copies, np.int32)
-    _shape("copies", copies, (("num_copies", None), ("src, dst", 2)))
+    expect_dtype("copies", copies, np.int32)
+    expect_shape("copies", copies, (("num_copies", None), ("src, dst", 2)))
     for cache in caches:
-        _apart((("copies", copies),), _arrays(cache))
+        expect_apart((("copies", copies),), _arrays(cache))
     if len(copies) == 0 or len(caches) == 0 or not supported.checks_values:
         return
     num_blocks = min(cache.num_blocks for cache in caches)
@@ -218,7 +232,7 @@ def check_copies(supported: Supported, caches: Sequence[LayerCache], copies: NDA
             f"copies: row {row} is {copies[row, 0]} -> {copies[row, 1]}, the cache has {num_blocks} blocks"
         )
     src, dst = copies.T
-    _distinct("copies", "destination block", dst, np.arange(len(copies)))
+    expect_distinct("copies", "destination block", dst, np.arange(len(copies)))
     also_source = np.isin(dst, src)
     if also_source.any():
         row = int(also_source.argmax())
@@ -230,8 +244,8 @@ def check_gather(
 ) -> None:
     """Check the arguments of `gather`."""
     _cache(supported, cache)
-    _numbers("block_table", block_table, np.int32)
-    _shape("block_table", block_table, (("max_blocks", None),))
+    expect_dtype("block_table", block_table, np.int32)
+    expect_shape("block_table", block_table, (("max_blocks", None),))
     capacity = len(block_table) * cache.block_size
     if as_integer(seq_len) is None or not 0 <= seq_len <= capacity:
         raise ValueError(
@@ -257,17 +271,17 @@ def check_merge(
     lse_b: NDArray[np.float32],
 ) -> None:
     """Check the arguments of `merge_states`."""
-    _floats("out_a", out_a, supported.q_dtypes)
-    _shape("out_a", out_a, (("num_tokens", None), ("num_q_heads", None), ("head_dim_v", None)))
+    expect_floats("out_a", out_a, supported.q_dtypes)
+    expect_shape("out_a", out_a, (("num_tokens", None), ("num_q_heads", None), ("head_dim_v", None)))
     num_tokens, num_q_heads, head_dim_v = out_a.shape
     shape = (("num_tokens", num_tokens), ("num_q_heads", num_q_heads), ("head_dim_v", head_dim_v))
-    _array("out_b", out_b)
+    expect_array("out_b", out_b)
     if out_b.dtype != out_a.dtype:
         raise TypeError(f"out_b: dtype {out_b.dtype}, out_a has {out_a.dtype}")
-    _shape("out_b", out_b, shape)
+    expect_shape("out_b", out_b, shape)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _numbers(name, lse, np.float32)
-        _shape(name, lse, shape[:2])
+        expect_dtype(name, lse, np.float32)
+        expect_shape(name, lse, shape[:2])
 
 
 def _check_rows(
@@ -281,13 +295,13 @@ def _check_rows(
     tail_start_loc: NDArray[np.int32] | None,
 ) -> None:
     """Check the step's index arrays, their values where they can be read."""
-    _numbers("block_tables", block_tables, np.int32)
-    _numbers("seq_lens", seq_lens, np.int32)
-    _numbers("query_start_loc", query_start_loc, np.int32)
-    _shape("seq_lens", seq_lens, (("num_seqs", None),))
+    expect_dtype("block_tables", block_tables, np.int32)
+    expect_dtype("seq_lens", seq_lens, np.int32)
+    expect_dtype("query_start_loc", query_start_loc, np.int32)
+    expect_shape("seq_lens", seq_lens, (("num_seqs", None),))
     num_seqs = len(seq_lens)
-    _shape("block_tables", block_tables, (("num_seqs", num_seqs), ("max_blocks", None)))
-    _shape("query_start_loc", query_start_loc, (("num_seqs + 1", num_seqs + 1),))
+    expect_shape("block_tables", block_tables, (("num_seqs", num_seqs), ("max_blocks", None)))
+    expect_shape("query_start_loc", query_start_loc, (("num_seqs + 1", num_seqs + 1),))
 
     if not supported.checks_values:
         return
@@ -342,16 +356,16 @@ def _cache(supported: Supported, cache: LayerCache, *, written: bool = False) ->
     if not isinstance(cache, LayerCache):
         raise TypeError(f"cache: {type(cache).__name__}, expected a LayerCache")
     for name, array in _arrays(cache):
-        _array(name, array)
-        _aligned(name, array)
-        _nested(name, array)
+        expect_array(name, array)
+        expect_aligned(name, array)
+        expect_nested(name, array)
         if written:
-            _writeable(name, array)
+            expect_writeable(name, array)
     _format(supported, cache.format)
-    _listed("layout", cache.layout, supported.layouts)
-    _listed("head_dim", cache.head_dim, supported.head_dims)
-    _listed("head_dim_v", cache.head_dim_v, supported.head_dims)
-    _listed("block_size", cache.block_size, supported.block_sizes)
+    expect_listed("layout", cache.layout, supported.layouts)
+    expect_listed("head_dim", cache.head_dim, supported.head_dims)
+    expect_listed("head_dim_v", cache.head_dim_v, supported.head_dims)
+    expect_listed("block_size", cache.block_size, supported.block_sizes)
 
 
 def _arrays(cache: LayerCache) -> tuple[tuple[str, NDArray[Any]], ...]:
@@ -376,12 +390,14 @@ def _check_tail(
     if not isinstance(tail, Tail):
         raise TypeError(f"tail: {type(tail).__name__}, expected a Tail")
     for name, array, dim in (("tail.k", tail.k, cache.head_dim), ("tail.v", tail.v, cache.head_dim_v)):
-        _floats(name, array, supported.q_dtypes)
-        _shape(name, array, (("num_tokens", None), ("num_kv_heads", cache.num_kv_heads), ("head_dim", dim)))
-    _numbers("seq_lens", seq_lens, np.int32)
-    _shape("seq_lens", seq_lens, (("num_seqs", None),))
-    _numbers("tail.start_loc", tail.start_loc, np.int32)
-    _shape("tail.start_loc", tail.start_loc, (("num_seqs + 1", len(seq_lens) + 1),))
+        expect_floats(name, array, supported.q_dtypes)
+        expect_shape(
+            name, array, (("num_tokens", None), ("num_kv_heads", cache.num_kv_heads), ("head_dim", dim))
+        )
+    expect_dtype("seq_lens", seq_lens, np.int32)
+    expect_shape("seq_lens", seq_lens, (("num_seqs", None),))
+    expect_dtype("tail.start_loc", tail.start_loc, np.int32)
+    expect_shape("tail.start_loc", tail.start_loc, (("num_seqs + 1", len(seq_lens) + 1),))
     starts = tail.start_loc.astype(np.int64)
     num_keys = np.diff(starts)
     rows = min(len(tail.k), len(tail.v))
@@ -403,8 +419,8 @@ def check_encode(
 ) -> tuple[Format, NDArray[np.float32] | None]:
     """Check the arguments of `quantize`; the format and the scale, None where it is to be computed."""
     part = _scaled_format(supported, kv_format)
-    _floats("x", x, supported.q_dtypes)
-    _shape("x", x, (("num_tokens", None), ("num_heads", None), ("head_dim", None)))
+    expect_floats("x", x, supported.q_dtypes)
+    expect_shape("x", x, (("num_tokens", None), ("num_heads", None), ("head_dim", None)))
     num_tokens, num_heads, dim = x.shape
     if part.bits < 8 and dim % 8:
         raise ValueError(f"x: axis 2 (head_dim) is {dim}, {part} needs a multiple of 8")
@@ -425,7 +441,7 @@ def check_encode(
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if is_number:
         scale = np.full(shape, scale, np.float32)
-    _numbers("scale", scale, np.float32)  # type: ignore[arg-type]
+    expect_dtype("scale", scale, np.float32)  # type: ignore[arg-type]
     array: NDArray[np.float32] = scale  # type: ignore[assignment]
     if array.shape != shape:
         raise ValueError(f"scale: shape {array.shape}, {part} needs {shape}")
@@ -443,8 +459,8 @@ def check_decode(
 ) -> Format:
     """Check the arguments of `dequantize`; the format."""
     part = _scaled_format(supported, kv_format)
-    _numbers("codes", codes, part.storage.type)
-    _shape("codes", codes, (("num_tokens", None), ("num_heads", None), ("stored elements", None)))
+    expect_dtype("codes", codes, part.storage.type)
+    expect_shape("codes", codes, (("num_tokens", None), ("num_heads", None), ("stored elements", None)))
     num_tokens, num_heads, stored = codes.shape
     dim = stored * 8 * part.storage.itemsize // part.bits
     if part.scaling == "token_group" and num_tokens % part.group:
@@ -460,7 +476,7 @@ def check_decode(
             continue
         if not needed:
             raise ValueError(f"{name}: {part} has none")
-        _numbers(name, array, part.scale_dtype.type)  # type: ignore[arg-type]
+        expect_dtype(name, array, part.scale_dtype.type)  # type: ignore[arg-type]
         if array is not None and array.shape != shape:
             raise ValueError(f"{name}: shape {array.shape}, {part} needs {shape}")
     return part
@@ -468,128 +484,14 @@ def check_decode(
 
 def _scaled_format(supported: Supported, kv_format: Format | str) -> Format:
     part = kv_format if isinstance(kv_format, Format) else parse_format(kv_format, "k")
-    _listed("kv_format", str(part), (*supported.k_formats, *supported.v_formats))
+    expect_listed("kv_format", str(part), (*supported.k_formats, *supported.v_formats))
     if part.is_plain:
         raise ValueError(f"kv_format is {part}: expected a format with a scale")
     return part
 
 
 def _format(supported: Supported, kv_format: KVFormat) -> None:
-    _listed("k_format", str(kv_format.k), supported.k_formats)
-    _listed("v_format", str(kv_format.v), supported.v_formats)
+    expect_listed("k_format", str(kv_format.k), supported.k_formats)
+    expect_listed("v_format", str(kv_format.v), supported.v_formats)
     if not supported.mixed and kv_format.k.name != kv_format.v.name:
         raise ValueError(f"kv_format is {kv_format}: supported is one format for K and V")
-
-
-def _array(name: str, value: object) -> None:
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"{name}: {type(value).__name__}, expected a NumPy array")
-
-
-def _numbers(name: str, array: NDArray[Any], dtype: type[np.generic]) -> None:
-    _array(name, array)
-    if array.dtype != dtype:
-        raise TypeError(f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}")
-
-
-def _floats(name: str, array: NDArray[Any], supported: tuple[str, ...]) -> None:
-    _array(name, array)
-    try:
-        dtype = dtype_name(array.dtype)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
-    if dtype not in supported:
-        raise TypeError(f"{name}: dtype {dtype}, expected one of {', '.join(supported)}")
-
-
-def _shape(name: str, array: NDArray[Any], axes: tuple[tuple[str, int | None], ...]) -> None:
-    """Compare a shape with (axis name, size) pairs; a size of None is free."""
-    if array.ndim != len(axes):
-        raise ValueError(
-            f"{name}: {array.ndim} axes, expected {len(axes)} ({', '.join(axis for axis, _ in axes)})"
-        )
-    for number, (axis, size) in enumerate(axes):
-        if size is not None and array.shape[number] != size:
-            raise ValueError(f"{name}: axis {number} ({axis}) is {array.shape[number]}, expected {size}")
-
-
-def _result(name: str, array: NDArray[Any]) -> None:
-    _aligned(name, array)
-    _writeable(name, array)
-
-
-def _writeable(name: str, array: NDArray[Any]) -> None:
-    if not array.flags.writeable:
-        raise ValueError(f"{name}: the array is read-only")
-
-
-def _aligned(name: str, array: NDArray[Any]) -> None:
-    if not array.flags.aligned:
-        raise ValueError(
-            f"{name}: the array is misaligned, expected elements at multiples of {array.itemsize} bytes"
-        )
-
-
-def _nested(name: str, array: NDArray[Any]) -> None:
-    """Refuse the storage of a cache unless its rows are contiguous and each axis steps over the narrower ones."""
-    if array.flags.c_contiguous:
-        return
-    sizes, strides = array.shape, array.strides
-    last = array.ndim - 1
-    if sizes[last] > 1 and strides[last] != array.itemsize:
-        raise ValueError(
-            f"{name}: axis {last} has a stride of {strides[last]} bytes, expected {array.itemsize}"
-        )
-    extent = sizes[last] * array.itemsize
-    for axis in sorted((axis for axis in range(last) if sizes[axis] > 1), key=strides.__getitem__):
-        if strides[axis] < extent:
-            raise ValueError(
-                f"{name}: axis {axis} has a stride of {strides[axis]} bytes, expected at least {extent}"
-            )
-        extent += (sizes[axis] - 1) * strides[axis]
-
-
-def _apart(
-    written: tuple[tuple[str, NDArray[Any] | None], ...], read: tuple[tuple[str, NDArray[Any] | None], ...]
-) -> None:
-    """Refuse arrays that share memory; one that would take long to decide counts as shared."""
-    for name_a, a in written:
-        for name_b, b in read:
-            # NumPy's stubs know only two of the values that max_work takes.
-            if a is not None and b is not None and np.may_share_memory(a, b, max_work=1000):  # type: ignore[arg-type]
-                raise ValueError(f"{name_a} and {name_b} share memory")
-
-
-def _distinct(name: str, what: str, values: NDArray[Any], rows: NDArray[Any]) -> None:
-    """Refuse a value that appears twice, naming both rows."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    same = ordered[1:] == ordered[:-1]
-    if same.any():
-        at = int(same.argmax())
-        raise ValueError(
-            f"{name}: rows {rows[order[at]]} and {rows[order[at + 1]]} both name {what} {ordered[at]}"
-        )
-
-
-def _listed(field: str, value: object, allowed: Sequence[object] | None) -> None:
-    if allowed is None or value in allowed:
-        return
-    if isinstance(allowed, range):
-        raise ValueError(
-            f"{field} is {value!r}: supported are {allowed[0]}..{allowed[-1]} in steps of {allowed.step}"
-        )
-    raise ValueError(f"{field} is {value!r}: supported are {', '.join(map(str, allowed))}")
-
-
-def _float32(value: object) -> float | None:
-    """A number whose float32 is 0 or normal, as a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    if number == 0 or _SMALLEST_NORMAL <= abs(number) <= _LARGEST:
-        return number
-    return None
