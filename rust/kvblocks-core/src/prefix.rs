@@ -278,17 +278,13 @@ impl PrefixIndex {
 
     /// The oldest block with the content of a published one, if that is another. O(1) expected, and O(twins).
     pub fn older_twin(&self, block: BlockId, blocks: &Blocks) -> Option<BlockId> {
-        let content = blocks[block].content();
-        let is_twin = self.twins.get(&ContentId(content))?.contains(&block);
-        let mut at = self.home(blocks[block].fragment());
-        while is_twin && self.table[at] != 0 {
-            let named = block_of(self.table[at]);
-            if blocks[named].content() == content {
-                return Some(named);
-            }
-            at = self.after(at);
+        let record = &blocks[block];
+        if !self.twins.get(&ContentId(record.content()))?.contains(&block) {
+            return None;
         }
-        None
+        let parent = ContentId(record.parent() & !HAS_EXTRA);
+        let (digest, extra) = (blocks.digest(block), blocks.extras.get(&block));
+        self.find(Content { digest: &digest, parent, tokens: blocks.tokens(block), extra }, blocks, &mut 0)
     }
 
     /// Entries of the table and twins, for checks.
