@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--size: needs arrivals and an unbounded pool, as without --mode and --pool")
     _check_outputs(args)
     prints = "-" not in (args.json, args.csv, args.html)
-    if prints:
-        tables.print_trace(trace)
     work = Work()
     try:
+        if prints:
+            tables.print_trace(trace)
         _replay(args, trace, scenarios, engine, options, work)
         if not work.interrupted and sizes is not None:
             _draw_curves(args, trace, sizes, work)

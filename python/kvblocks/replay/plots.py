@@ -128,6 +128,7 @@ def running(path: Path, results: Sequence[Result]) -> None:
                 textcoords="offset points",
                 ha="right",
                 fontsize=9,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
             )
             panel.set_ylabel("requests running")
 
