@@ -6,16 +6,18 @@ that a state lasts; the memory used does not grow with the length of the replay,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.replay.memory import Occupancy
+from kvblocks.replay.memory import ALLOCATED, CACHED, INTERNAL, LATER, NEVER, USED, Occupancy
 
 _MAX_SAMPLES = 400
 # Bounds of the bins of `WeightedQuantiles`: each is 0.5 % wider than the one before.
 _RATIO = 1.005
+_LOG_RATIO = math.log(_RATIO)
 
 
 class WeightedQuantiles:
@@ -26,9 +28,18 @@ class WeightedQuantiles:
     def __init__(self) -> None:
         self._weights = np.zeros(self._EXACT + 8000)
 
+    def add_one(self, value: int, weight: float) -> None:
+        """A value that lasted weight. O(1)."""
+        if value > self._EXACT:
+            value = self._EXACT + int(math.log(value / self._EXACT) / _LOG_RATIO)
+        self._weights[value] += weight
+
     def add(self, values: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
         """Values [k] that lasted weights [k]. O(k)."""
-        ratio = np.log(np.maximum(values, self._EXACT) / self._EXACT) / np.log(_RATIO)
+        if len(values) == 1:
+            self.add_one(int(values[0]), float(weights[0]))
+            return
+        ratio = np.log(np.maximum(values, self._EXACT) / self._EXACT) / _LOG_RATIO
         np.add.at(self._weights, np.minimum(values, self._EXACT) + ratio.astype(np.int64), weights)
 
     def quantile(self, share: float) -> float:
@@ -37,7 +48,9 @@ class WeightedQuantiles:
         if total[-1] == 0:
             return 0.0
         at = int(np.searchsorted(total, share * total[-1] * (1 - 1e-12)))
-        return float(at) if at <= self._EXACT else float(self._EXACT * _RATIO ** (at - self._EXACT))
+        return (
+            float(at) if at <= self._EXACT else float(self._EXACT * math.exp((at - self._EXACT) * _LOG_RATIO))
+        )
 
 
 @dataclass
@@ -78,9 +91,7 @@ class Account:
     stored: float = 0.0
     running: float = 0.0
     waiting: float = 0.0
-    busy: float = 0.0
     peak_running: int = 0
-    peak_used: int = 0
     peak_stored: int = 0
     peak_allocated: int = 0
     peak_time: float = 0.0
@@ -92,10 +103,8 @@ class Account:
         """Time without a request; what is cached then is not followed."""
         duration = until - self.time
         if duration > 0:
-            zero = np.zeros(1, np.int64)
-            weight = np.array([duration])
-            self.running_quantiles.add(zero, weight)
-            self.stored_quantiles.add(zero, weight)
+            self.running_quantiles.add_one(0, duration)
+            self.stored_quantiles.add_one(0, duration)
             self._sample(Sample(self.time, duration, 0, 0, 0, 0, 0, 0))
             self.time = until
 
@@ -112,25 +121,28 @@ class Account:
         Tokens of a shared block count in `stored` once a request, in the occupancy once. O(k).
         """
         total = float(durations.sum())
-        for name in ("allocated", "used", "later", "never", "internal", "cached"):
-            value = getattr(self, name) + float(getattr(occupancy, name) @ durations)
-            setattr(self, name, value)
+        sums = (occupancy.slots @ durations).tolist()
+        self.allocated += sums[ALLOCATED]
+        self.used += sums[USED]
+        self.later += sums[LATER]
+        self.never += sums[NEVER]
+        self.internal += sums[INTERNAL]
+        self.cached += sums[CACHED]
         self.stored += float(stored @ durations)
+        num_waiting_time = float(num_waiting @ durations)
+        self.waiting += num_waiting_time
         self.running += num_running * total
-        self.waiting += float(num_waiting @ durations)
-        self.busy += total
-        self.running_quantiles.add(np.array([num_running]), np.array([total]))
+        self.running_quantiles.add_one(num_running, total)
         self.stored_quantiles.add(stored, durations)
         self.peak_running = max(self.peak_running, num_running)
-        self.peak_used = max(self.peak_used, int(occupancy.used[-1]))
         self.peak_stored = max(self.peak_stored, int(stored[-1]))
-        first = int(np.argmax(occupancy.allocated))
-        peak = int(occupancy.allocated[first])
+        first = int(np.argmax(occupancy.slots[ALLOCATED]))
+        peak = int(occupancy.slots[ALLOCATED, first])
         if peak > self.peak_allocated:
             self.peak_allocated = peak
             self.peak_time = self.time + float(durations[:first].sum())
-        parts = (occupancy.used, occupancy.allocated, occupancy.cached, num_waiting)
-        used, allocated, cached, waiting = (float(part @ durations) / total for part in parts)
+        used, allocated, cached = (sums[which] / total for which in (USED, ALLOCATED, CACHED))
+        waiting = num_waiting_time / total
         self._sample(Sample(self.time, total, used, allocated, cached, num_running, waiting, peak))
         self.time += total
 

@@ -32,33 +32,28 @@ class Refused:
     unusable_slots: int = 0
 
 
+# Rows of `Occupancy.slots`.
+ALLOCATED, USED, LATER, NEVER, INTERNAL, CACHED = range(6)
+
+
 @dataclass(frozen=True)
 class Occupancy:
-    """Slots at each of k steps [k]; allocated == used + later + never + internal.
+    """Slots at each of k steps, float64 [6, k]; ALLOCATED == USED + LATER + NEVER + INTERNAL.
 
-    used: hold a token, a shared one counted once. later: reserved for tokens that will come. never: reserved, but their
-    owner will end before. internal: lost to the unit of allocation. cached: free, but can still be hit.
+    USED: hold a token, a shared one counted once. LATER: reserved for tokens that will come. NEVER: reserved, but their
+    owner will end before. INTERNAL: lost to the unit of allocation. CACHED: free, but can still be hit.
     """
 
-    allocated: NDArray[np.int64]
-    used: NDArray[np.int64]
-    later: NDArray[np.int64]
-    never: NDArray[np.int64]
-    internal: NDArray[np.int64]
-    cached: NDArray[np.int64]
+    slots: NDArray[np.float64]
+
+    @classmethod
+    def zeros(cls, num_steps: int) -> Occupancy:
+        """Nothing, at num_steps steps."""
+        return cls(np.zeros((6, num_steps)))
 
     def head(self, num_steps: int) -> Occupancy:
-        """The first steps only."""
-        if num_steps == len(self.used):
-            return self
-        return Occupancy(
-            self.allocated[:num_steps],
-            self.used[:num_steps],
-            self.later[:num_steps],
-            self.never[:num_steps],
-            self.internal[:num_steps],
-            self.cached[:num_steps],
-        )
+        """The first steps only; a view."""
+        return Occupancy(self.slots[:, :num_steps])
 
 
 @dataclass(frozen=True)

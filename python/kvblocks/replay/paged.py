@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from kvblocks._core import Allocated, BlockManager, Later, Prompt
 from kvblocks.batch import Step
-from kvblocks.replay.memory import Admitted, Lookups, Occupancy, Refused
+from kvblocks.replay.memory import (
+    ALLOCATED,
+    CACHED,
+    INTERNAL,
+    USED,
+    Admitted,
+    Lookups,
+    Occupancy,
+    Refused,
+)
 from kvblocks.replay.running import Running
 from kvblocks.traces.trace import Trace
 
@@ -46,10 +55,11 @@ class PagedMemory:
         declared_output_tokens: int | None = None,
     ) -> None:
         self._trace = trace
+        self._final = trace.final_tokens
         self.block_size = block_size
         self._bounded = capacity_blocks is not None
         if capacity_blocks is None:
-            capacity_blocks = int(np.sum(-(-trace.final_tokens // block_size)))
+            capacity_blocks = int(np.sum(-(-self._final // block_size)))
         self.capacity_blocks = capacity_blocks
         self._manager = BlockManager(
             capacity_blocks + 1,
@@ -61,7 +71,7 @@ class PagedMemory:
         self._prefix_cache = prefix_cache
         self._declared = declared_output_tokens
         self._successor = trace.successors() if decoded and prefix_cache else None
-        self._longest = min(int(trace.final_tokens.max(initial=1)), capacity_blocks * block_size)
+        self._longest = min(int(self._final.max(initial=1)), capacity_blocks * block_size)
         self._columns = -(-self._longest // block_size)
         self._prefill: Final = Step(
             self._manager, max_seqs=1, max_tokens=self._longest, max_blocks_per_seq=self._columns
@@ -87,12 +97,12 @@ class PagedMemory:
     def _declared_tokens(self, request: int) -> int | None:
         if self._declared is None:
             return None
-        final = int(self._trace.final_tokens[request])
+        final = int(self._final[request])
         return max(final, int(self._trace.prompt_tokens[request]) + self._declared - 1)
 
     def fits(self, request: int) -> bool:
         """Whether the request, at the length it declares or will have, can be served by an empty pool."""
-        most = self._declared_tokens(request) or int(self._trace.final_tokens[request])
+        most = self._declared_tokens(request) or int(self._final[request])
         return -(-most // self.block_size) <= self.capacity_blocks
 
     def admit(self, request: int) -> Admitted | Refused:
@@ -207,18 +217,22 @@ class PagedMemory:
     def occupancy(self, running: Running, num_steps: int) -> Occupancy:
         """From the manager's counters now, back over the steps by what each of them took."""
         stats = self._manager.stats()
-        taken = self._taken(running.stored - (num_steps - 1), num_steps - 1) if num_steps > 1 else None
-        used = stats.used_slots - running.n * np.arange(num_steps - 1, -1, -1)
-        allocated = np.full(num_steps, stats.live_blocks)
-        if taken is not None:
-            allocated[:-1] -= taken[-1]
-            allocated[1:-1] += taken[:-1]
-        # Cached blocks are taken once no others are left.
-        cached = np.minimum(self._cached_before, self.capacity_blocks - allocated)
-        cached[-1] = stats.cached_blocks
-        zeros = np.zeros(num_steps, np.int64)
-        allocated *= self.block_size
-        return Occupancy(allocated, used, zeros, zeros, allocated - used, cached * self.block_size)
+        size = self.block_size
+        occupancy = Occupancy.zeros(num_steps)
+        slots = occupancy.slots
+        slots[ALLOCATED] = stats.live_blocks * size
+        slots[USED] = stats.used_slots
+        if num_steps > 1:
+            taken = size * self._taken(running.stored - (num_steps - 1), num_steps - 1)
+            slots[ALLOCATED, :-1] -= taken[-1]
+            slots[ALLOCATED, 1:-1] += taken[:-1]
+            slots[USED] -= running.n * np.arange(num_steps - 1, -1, -1)
+            # Cached blocks are taken once no others are left.
+            free = self.capacity_blocks * size - slots[ALLOCATED]
+            slots[CACHED] = np.minimum(self._cached_before * size, free)
+        slots[INTERNAL] = slots[ALLOCATED] - slots[USED]
+        slots[CACHED, -1] = stats.cached_blocks * size
+        return occupancy
 
     def preempt(self, handle: int) -> None:
         """Give the blocks back and keep the history."""

@@ -12,7 +12,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.replay.memory import Admitted, Lookups, Occupancy, Refused
+from kvblocks.replay.memory import (
+    ALLOCATED,
+    INTERNAL,
+    LATER,
+    NEVER,
+    USED,
+    Admitted,
+    Lookups,
+    Occupancy,
+    Refused,
+)
 from kvblocks.replay.regions import UNBOUNDED, Buddy, FirstFit
 from kvblocks.replay.running import Running
 from kvblocks.traces.trace import Trace
@@ -89,11 +99,13 @@ class ReservedMemory:
         """From the lengths."""
         used = int(running.stored.sum()) - running.n * np.arange(num_steps - 1, -1, -1)
         final, reserved = int(running.final.sum()), int(running.reserved.sum())
-        allocated = np.full(num_steps, reserved)
-        zeros = np.zeros(num_steps, np.int64)
-        rest = zeros + (reserved - final)
-        never, internal = (zeros, rest) if self._rounds else (rest, zeros)
-        return Occupancy(allocated, used, final - used, never, internal, cached=zeros)
+        occupancy = Occupancy.zeros(num_steps)
+        slots = occupancy.slots
+        slots[ALLOCATED] = reserved
+        slots[USED] = used
+        slots[LATER] = final - used
+        slots[INTERNAL if self._rounds else NEVER] = reserved - final
+        return occupancy
 
     def preempt(self, handle: int) -> None:
         """Never called: `grow` never fails."""
