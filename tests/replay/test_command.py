@@ -1,5 +1,6 @@
 """`kvblocks replay` as a user meets it."""
 
+import argparse
 import csv
 import html.parser
 import json
@@ -42,6 +43,16 @@ def test_the_example_of_the_help_works_as_pasted(capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     assert "500 requests like azure-conv" in printed
     assert len(re.findall(r"^  (?:paged-16|contiguous) +(?:20|40),000 ", printed, re.MULTILINE)) >= 4 * 3
+
+
+def test_the_commands_of_the_document_are_understood() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "replay.md"
+    found = re.findall(r"^kvblocks replay ([^#\n]*)", page.read_text(), re.MULTILINE)
+    assert len(found) == 4
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    for arguments in found:
+        parser.parse_args(shlex.split(arguments))
 
 
 def test_the_help_explains_units(capsys: pytest.CaptureFixture[str]) -> None:

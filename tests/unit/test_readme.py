@@ -20,7 +20,8 @@ def test_the_example_prints_what_the_readme_says(readme_example: tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/layout.md", "docs/planner.md"]
+    "document",
+    ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/layout.md", "docs/planner.md", "docs/replay.md"],
 )
 def test_relative_links_lead_somewhere(document: str) -> None:
     path = ROOT / document

@@ -1,7 +1,7 @@
 """What a replay measures: sums over time, peaks, distributions and a series of bounded length.
 
 Owns `Account` and `Sample`. Imports memory and NumPy. Invariant: every sum is weighted by the time (seconds, or steps)
-that a state lasts; the memory used does not grow with the length of the replay, but for 16 bytes a request.
+that a state lasts; the memory used does not grow with the length of the replay, but for two times a request.
 """
 
 from __future__ import annotations
