@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from conformance.harness import Harness
-from conformance.scene import JUNK_IDS, TOLERANCE, Scene, element, fill, load, rows_close, snapshot, store
+from conformance.scene import (
+    JUNK_IDS,
+    NAN_BYTES,
+    TOLERANCE,
+    Scene,
+    element,
+    fill,
+    load,
+    rows_close,
+    snapshot,
+    store,
+)
 from kvblocks.backends import Tail
 from kvblocks.backends.codecs import amax_of, decode, encode, scale_of
 from kvblocks.config import CacheConfig
@@ -77,6 +88,15 @@ class Stored:
             arrays[f"{name}_zero"][block, offset] = self.zero[token]
 
 
+def make_rows(num_tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """K [num_tokens, 2, 16] and V [num_tokens, 2, 24]."""
+    rng = np.random.default_rng(seed)
+    return (
+        rng.standard_normal((num_tokens, 2, 16)).astype(np.float32) * 2,
+        rng.standard_normal((num_tokens, 2, 24)).astype(np.float32),
+    )
+
+
 def make_scene(
     harness: Harness,
     kv_format: str,
@@ -90,6 +110,7 @@ def make_scene(
     dims: tuple[int, int] = (16, 24),
     pad_tokens: int = 0,
     rows: list[tuple[np.ndarray, np.ndarray]] | None = None,
+    fill_byte: int = NAN_BYTES,
 ) -> tuple[Scene, Tail | None]:
     """Random sequences in a poisoned quantised pool; those whose groups span tokens end in a tail of float16."""
     rng = np.random.default_rng(0)
@@ -101,7 +122,7 @@ def make_scene(
     needs = [-(-num_tokens // block_size) for num_tokens in seq_lens]
     num_blocks = 1 + sum(needs) + 3
     (cache,) = harness.backend.allocate(config, num_blocks)
-    fill(harness, cache)
+    fill(harness, cache, fill_byte)
     arrays = {name: harness.to_host(array).copy() for name, array in cache.named_arrays}
     parts = (("k", cache.format.k), ("v", cache.format.v))
     if rows is None:
@@ -193,6 +214,40 @@ class TestAttend:
         check(scene, tail, **options)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_what_no_token_owns_does_not_matter(harness: Harness, kv_format: str, layout: str) -> None:
+    """Bit for bit the same over a pool of NaN bytes, codes and scales alike, of zeros, and of the largest codes."""
+    supports(harness, kv_format)
+    outs = []
+    for byte in (0xFF, 0x00, 0x7B):
+        scene, tail = make_scene(
+            harness, kv_format, layout=layout, seq_lens=(1, 15, 16, 17, 33), fill_byte=byte
+        )
+        outs.append([array.tobytes() for array in scene.attend(**({} if tail is None else {"tail": tail}))])
+    assert outs[0] == outs[1] == outs[2]
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_empty_sequences_change_nothing_for_the_others(harness: Harness, kv_format: str) -> None:
+    """Rows of a batch with empty ones in between, bit for bit as in a batch of one."""
+    supports(harness, kv_format)
+    rows = [make_rows(num_tokens, seed) for seed, num_tokens in enumerate((5, 0, 0, 37))]
+    together, tail = make_scene(harness, kv_format, seq_lens=(5, 0, 0, 37), rows=rows)
+    out, lse = together.attend(**({} if tail is None else {"tail": tail}))
+    assert not out[1:3].any()
+    assert np.isneginf(lse[1:3]).all()
+    if KVFormat.parse(kv_format).k.is_static or KVFormat.parse(kv_format).v.is_static:
+        return  # the scales of a scene are those of all its rows
+    for row in (0, 3):
+        alone, tail = make_scene(harness, kv_format, seq_lens=(len(rows[row][0]),), rows=[rows[row]])
+        alone.q = together.q[row : row + 1]
+        for actual, expected in zip(
+            alone.attend(**({} if tail is None else {"tail": tail})), (out, lse), strict=True
+        ):
+            assert actual[0].tobytes() == expected[row].tobytes()
+
+
 @pytest.mark.parametrize("q_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kv_format", [*SAME, "float16", "bfloat16", "float32"])
 def test_every_query_dtype_over_every_format(harness: Harness, kv_format: str, q_dtype: str) -> None:
@@ -250,10 +305,7 @@ def test_write_stores_what_the_specification_says(harness: Harness, kv_format: s
     supports(harness, kv_format)
     rng = np.random.default_rng(1)
     num_tokens = 64 if KVFormat.parse(kv_format).has_residual else 50
-    rows = (
-        rng.standard_normal((num_tokens, 2, 16)).astype(np.float32) * 2,
-        rng.standard_normal((num_tokens, 2, 24)).astype(np.float32),
-    )
+    rows = make_rows(num_tokens, seed=1)
     scene, _ = make_scene(harness, kv_format, layout=layout, seq_lens=(num_tokens,), rows=[rows])
     expected = snapshot(harness, scene.cache)
     fill(harness, scene.cache)
