@@ -53,7 +53,7 @@ def test_a_scale_per_channel_pays_where_channels_are_uneven() -> None:
             with_format(model.config, "int8"),
             with_format(model.config, CHANNEL, calibrate(model, WINDOWS)),
         ]
-        result = evaluate(model, variants, text=Text(WINDOWS, 10), backend="numpy")
+        result = evaluate(model, variants, text=Text(WINDOWS, 10))
         kls[factor] = [score.text.kl_mean for score in result.scores if score.text]
     even, rough = kls[1.0], kls[64.0]
     assert rough[0] > 20 * even[0]  # a scale per token pays for the largest channel
@@ -71,7 +71,7 @@ def test_outliers_name_the_most_uneven_head() -> None:
 def test_without_a_calibration_a_static_format_cannot_be_measured() -> None:
     model = tiny.model()
     with pytest.raises(ValueError, match="scale"):
-        evaluate(model, [with_format(model.config, CHANNEL)], text=Text(WINDOWS, 10), backend="numpy")
+        evaluate(model, [with_format(model.config, CHANNEL)], text=Text(WINDOWS, 10))
 
 
 def quality(*options: str) -> int:

@@ -7,8 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from kvblocks.backends import BACKENDS, Supported
+from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.quality import Grid, Text, Thresholds, Variant, evaluate, with_format
 from kvblocks.quality.controls import control
+from kvblocks.quality.lane import choose_backend
 from kvblocks.quality.likelihood import divergence, log_softmax
 from kvblocks.quality.render import as_json
 from smollm2.contiguous import ContiguousCache
@@ -146,3 +149,23 @@ def test_what_is_no_number_fails_and_is_null_in_json() -> None:
     content = json.loads(json.dumps(as_json(result, {}, limits), allow_nan=False))
     assert content["formats"][1]["text"]["kl_mean"] is None
     assert content["formats"][1]["text"]["top1"] == 0
+
+
+class Plain(NumpyBackend):
+    """A backend without kernels for quantised formats."""
+
+    name = "plain"
+
+    def supported(self) -> Supported:
+        return dataclasses.replace(super().supported(), k_formats=("float32",), v_formats=("float32",))
+
+
+def test_a_format_that_the_default_backend_cannot_do_is_computed_by_the_specification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(BACKENDS, "plain", (__name__, "Plain"))
+    monkeypatch.setenv("KVBLOCKS_BACKEND", "plain")
+    config = tiny.model().config
+    quantised = [dataclasses.replace(config, kv_format=name) for name in ("int8", "kivi2")]
+    assert [choose_backend(each, None).name for each in (config, *quantised)] == ["plain", "numpy", "numpy"]
+    assert choose_backend(quantised[0], "plain").name == "plain"  # asked for: it refuses by itself

@@ -15,7 +15,7 @@ from kvblocks.backends import Backend
 from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig
 from kvblocks.layout import Array
-from kvblocks.quality.lane import Lane, Variant
+from kvblocks.quality.lane import Lane, Variant, choose_backend
 from kvblocks.quality.model import IDS, Model
 
 # Nothing is scored, so a step may be long.
@@ -43,7 +43,7 @@ def calibrate(
             num_seqs=1,
             num_tokens=len(window),
             chunk_tokens=_CHUNK_TOKENS,
-            backend=backend,
+            backend=choose_backend(model.config, backend),
         )
         for _ in lane.run(window[None], len(window), progress):
             pass

@@ -105,7 +105,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--residual", type=_least(1), help="tokens that formats with a residual keep in 16 bit (default: 128)"
     )
-    cache.add_argument("--backend", help="backend that computes (default: $KVBLOCKS_BACKEND, else cpu)")
+    cache.add_argument(
+        "--backend",
+        help="backend that computes (default: $KVBLOCKS_BACKEND, else cpu; numpy for formats that it cannot do)",
+    )
     cache.add_argument("--batch", type=_least(1), default=8, help="sequences computed together (default: 8)")
     cache.add_argument("--chunk", type=_least(1), default=16, help="tokens of each in a step (default: 16)")
     static = parser.add_argument_group(

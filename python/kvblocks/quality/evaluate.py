@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvblocks.backends import Backend
-from kvblocks.quality.lane import Lane, Variant
+from kvblocks.quality.lane import Lane, Variant, choose_backend
 from kvblocks.quality.likelihood import TextScore, TextTally, log_softmax
 from kvblocks.quality.model import F32, IDS, Model
 from kvblocks.quality.needle import Cell, Prompt, Tally, exact_match, make_prompt
@@ -71,9 +71,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Score:
-    """What a variant did; `failures` names each threshold that it fails, with both numbers."""
+    """What a variant did, computed by `backend`; `failures` names each threshold that it fails, with both numbers."""
 
     variant: Variant
+    backend: str
     text: TextScore | None
     needle: list[Cell] | None
     failures: list[str]
@@ -119,7 +120,8 @@ def evaluate(
     if longest > model.context_tokens:
         raise ValueError(f"a sequence has {longest} tokens, the model's context {model.context_tokens}")
     everyone = [Variant("reference", model.config), *variants]
-    run = _Run(model, everyone, backend, batch_size, chunk_tokens, progress)
+    backends = [choose_backend(variant.config, backend) for variant in everyone]
+    run = _Run(model, everyone, backends, batch_size, chunk_tokens, progress)
     texts = run.text(text) if text else [None] * len(everyone)
     needles = run.needle(grid) if grid else [None] * len(everyone)
     measured = [
@@ -127,8 +129,10 @@ def evaluate(
         for text_score, cells in zip(texts, needles, strict=True)
     ]
     scores = [
-        Score(variant, text_score, cells, failures(thresholds or Thresholds(), measured[0], own))
-        for variant, text_score, cells, own in zip(everyone, texts, needles, measured, strict=True)
+        Score(variant, chosen.name, text_score, cells, failures(thresholds or Thresholds(), measured[0], own))
+        for variant, chosen, text_score, cells, own in zip(
+            everyone, backends, texts, needles, measured, strict=True
+        )
     ]
     return Result(scores[0], scores[1:])
 
@@ -140,12 +144,12 @@ class _Run:
         self,
         model: Model,
         variants: Sequence[Variant],
-        backend: str | Backend | None,
+        backends: Sequence[Backend],
         batch_size: int,
         chunk_tokens: int,
         progress: Callable[[int], None],
     ) -> None:
-        self._model, self._variants, self._backend = model, variants, backend
+        self._model, self._variants, self._backends = model, variants, backends
         self._batch_size, self._chunk_tokens, self._progress = batch_size, chunk_tokens, progress
 
     def text(self, text: Text) -> list[TextScore | None]:
@@ -193,9 +197,9 @@ class _Run:
                 num_seqs=self._batch_size,
                 num_tokens=num_tokens,
                 chunk_tokens=self._chunk_tokens,
-                backend=self._backend,
+                backend=backend,
             )
-            for variant in self._variants
+            for variant, backend in zip(self._variants, self._backends, strict=True)
         ]
 
     def _steps(self, lanes: Sequence[Lane], tokens: IDS, first_row: int) -> Iterator[tuple[int, list[F32]]]:

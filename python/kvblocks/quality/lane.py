@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvblocks._core import Allocated
-from kvblocks.backends import Backend
+from kvblocks.backends import Backend, Supported, get_backend
+from kvblocks.backends.checks import check_config
 from kvblocks.batch import Step
 from kvblocks.cache import PagedKVCache
 from kvblocks.calibration import Calibration
@@ -58,7 +59,7 @@ class Lane:
         num_seqs: int,
         num_tokens: int,
         chunk_tokens: int,
-        backend: str | Backend | None = None,
+        backend: Backend,
     ) -> None:
         blocks = num_seqs * -(-num_tokens // variant.config.block_size)
         self.variant = variant
@@ -131,6 +132,27 @@ class _CodedView:
 
     def attend(self, layer: int, q: Array) -> Array:
         return self._cache.attend(layer, q)
+
+
+def choose_backend(config: CacheConfig, wanted: str | Backend | None) -> Backend:
+    """The backend that was asked for; else the default one or, where it has no kernels for a format, the specification.
+
+    Raises ValueError for an unknown name.
+    """
+    if wanted is not None and not isinstance(wanted, str):
+        return wanted
+    backend = get_backend(wanted)
+    if wanted is None and not _can(backend.supported(), config):
+        return get_backend("numpy")
+    return backend
+
+
+def _can(supported: Supported, config: CacheConfig) -> bool:
+    try:
+        check_config(supported, config, 1)
+    except ValueError:
+        return False
+    return not config.has_residual or "tail" in supported.features
 
 
 def with_format(config: CacheConfig, kv_format: str, calibration: Calibration | None = None) -> Variant:

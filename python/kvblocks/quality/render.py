@@ -145,6 +145,7 @@ def _score_json(score: Score, reference: Score) -> dict[str, Any]:
     return {
         "format": variant.name,
         "is_reference": score is reference,
+        "backend": score.backend,
         "bits_per_element": bits,
         "tokens_per_gib": _tokens_per_gib(variant),
         "capacity_ratio": bits_per_element(reference.variant) / bits,
