@@ -30,13 +30,13 @@ from kvblocks.quality.verdict import Thresholds
 from kvblocks.report import UserError
 
 DEFAULT_MODEL: Final = "smollm2.quality:smollm2"
-DEFAULT_FORMATS: Final = "fp8_e4m3 int8 int4 kivi4 kivi2 naive_int2"
+DEFAULT_FORMATS: Final = "int8 int8:channel,int8 fp8_e4m3 int4 kivi4 kivi4r kivi2 kivi2r naive_int2"
 # name -> (full, quick)
 _SIZES: Final[dict[str, tuple[Any, Any]]] = {
-    "windows": (8, 2),
+    "windows": (4, 2),
     "window_tokens": (1024, 512),
-    "lengths": ([512, 1024, 2048], [512]),
-    "depths": ([0, 25, 50, 75, 100], [0, 50, 100]),
+    "lengths": ([512, 1024, 2048], [384]),
+    "depths": ([0, 50, 100], [0, 100]),
     "trials": (1, 1),
 }
 _EPILOG: Final = """\
@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes: about a minute instead of many")
     text = parser.add_argument_group("text")
     text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: public-domain prose)")
-    text.add_argument("--windows", type=_least(0), help="windows of text, 0 for none (default: 8, quick 2)")
+    text.add_argument("--windows", type=_least(0), help="windows of text, 0 for none (default: 4, quick 2)")
     text.add_argument("--window-tokens", type=_least(2), help="tokens of a window (default: 1024, quick 512)")
     text.add_argument(
         "--scored-after",
@@ -86,13 +86,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         nargs="+",
         type=_least(1),
-        help="context lengths, tokens (default: 512 1024 2048, quick 512)",
+        help="context lengths, tokens (default: 512 1024 2048, quick 384)",
     )
     needle.add_argument(
         "--depths",
         nargs="+",
         type=_percent,
-        help="where the key stands, %% (default: 0 25 50 75 100, quick 0 50 100)",
+        help="where the key stands, %% (default: 0 50 100, quick 0 100)",
     )
     needle.add_argument("--trials", type=_least(1), help="keys per length and depth (default: 1)")
     cache = parser.add_argument_group("cache")
@@ -107,7 +107,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     cache.add_argument(
         "--backend",
-        help="backend that computes (default: $KVBLOCKS_BACKEND, else cpu; numpy for formats that it cannot do)",
+        help="default: $KVBLOCKS_BACKEND, else cpu, or numpy for formats that cpu has no kernels for",
     )
     cache.add_argument("--batch", type=_least(1), default=8, help="sequences computed together (default: 8)")
     cache.add_argument("--chunk", type=_least(1), default=16, help="tokens of each in a step (default: 16)")
