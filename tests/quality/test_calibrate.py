@@ -107,7 +107,7 @@ def test_a_calibration_that_was_written_gives_the_same_figures_when_it_is_read(
     [
         (["--scales", "a.json", "--calibrate", "b.json"], "give one of the two"),
         (["--scales", "no-such-file.json"], "no-such-file.json"),
-        (["--calibrate", "no-such-folder/scales.json"], "no-such-folder/scales.json: cannot write"),
+        (["--calibrate", "no-such-folder/scales.json"], "there is no folder no-such-folder"),
         (["--calibration-windows", "90000"], "the rest of the text, to calibrate on, has"),
     ],
 )

@@ -38,6 +38,7 @@ def test_a_run_prints_a_table_and_writes_all_figures_and_a_picture(
     printed = capsys.readouterr().out
     assert "tiny, 64 scored tokens" in printed
     assert "naive_int2 fails: KL" in printed
+    assert "the reference repeats no key" in printed  # as a random model does not
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     content = json.loads(json_file.read_text())
@@ -92,6 +93,13 @@ def test_the_exit_status_is_the_verdict_by_the_thresholds_that_were_given(
         (["--text", "no-such-file"], "no-such-file: No such file"),
         (["--no-needle", "--windows", "0"], "nothing to measure"),
         (["--no-needle", "--plot", "grid.png"], "leave --no-needle out"),
+        (
+            ["--no-needle", "--min-needle", "0.9"],
+            "--min-needle is a threshold of what --no-needle leaves out",
+        ),
+        (["--windows", "0", "--max-kl", "1"], "--max-kl is a threshold of what --windows 0 leaves out"),
+        (["--json", "no-such-folder/result.json"], "there is no folder no-such-folder"),
+        (["--plot", "grid.txt"], "grid.txt: expected a name that ends in .png"),
         (["--backend", "abacus"], "abacus"),
         (["--model", "smollm2"], "expected package.module:function"),
         (["--model", "no_such_module:f"], "there is no module no_such_module"),

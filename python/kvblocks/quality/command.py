@@ -149,8 +149,7 @@ def run(args: argparse.Namespace) -> int:
         name: getattr(args, name) if getattr(args, name) is not None else pair[args.quick]
         for name, pair in _SIZES.items()
     }
-    if args.plot and args.no_needle:
-        raise UserError("--plot draws the needle grid: leave --no-needle out")
+    _check(args, has_text=bool(sizes["windows"]))
     report.require("rich")
     if args.plot:
         report.check_figure(args.plot)
@@ -204,6 +203,20 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot_grid(result, args.plot, f"Passkey retrieval, {model.name}")
     return 1 if given and not all(score.passes for score in result.scores) else 0
+
+
+def _check(args: argparse.Namespace, *, has_text: bool) -> None:
+    """Refuse what would come to nothing at the end of a long run."""
+    if args.plot and args.no_needle:
+        raise UserError("--plot draws the needle grid: leave --no-needle out")
+    for name in _limits():
+        is_measured = not args.no_needle if name == "min_needle" else has_text
+        if getattr(args, name) is not None and not is_measured:
+            option, cause = name.replace("_", "-"), "--no-needle" if name == "min_needle" else "--windows 0"
+            raise UserError(f"--{option} is a threshold of what {cause} leaves out")
+    for path in (args.json, args.plot, args.calibrate):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}")
 
 
 def _limits() -> list[str]:

@@ -56,6 +56,8 @@ def print_result(result: Result, title: str) -> None:
         "top-1",
     )
     report.print_table(title, (*headers, "needle\nexact", "answer\nNLL", "verdict"), rows)
+    if result.reference.needle is not None and exact_match(result.reference.needle) == 0:
+        report.write_line("the reference repeats no key: this grid says nothing about formats on this model")
     for score in result.scores:
         if score.failures:
             report.write_line(f"{score.variant.name} fails: {'; '.join(score.failures)}")
