@@ -108,8 +108,9 @@ class Driver:
         kind = np.int32 if family % 2 else np.int64
         prompt = self.manager.prepare(tokens.astype(kind), salt=salt, media=media)
         reserve = int(rng.integers(0, len(tokens) + 40)) if rng.random() < 0.3 else None
-        possible = self.manager.can_allocate(prompt, reserve)
-        answer = self.manager.allocate(prompt, reserve)
+        resident = int(rng.integers(1, 20)) if rng.random() < 0.2 else None
+        possible = self.manager.can_allocate(prompt, reserve, max_resident_blocks=resident)
+        answer = self.manager.allocate(prompt, reserve, max_resident_blocks=resident)
         assert bool(answer) == bool(possible), f"can_allocate says {possible}, allocate {answer}"
         self.operations += 3
         if isinstance(answer, Allocated):
@@ -281,13 +282,18 @@ class Driver:
     def look(self) -> None:
         """What may be read at any time."""
         handles = self.pick(3)
-        assert self.manager.reclaimable(handles) <= self.manager.capacity_blocks
+        usage = self.manager.sequence_usage(handles)
+        assert usage.reclaimable_blocks <= usage.private_blocks <= usage.live_blocks
+        assert usage.used_slots <= usage.allocated_slots
         assert len(self.manager.pending_transfers()) == len(self.transfers)
         for handle in handles:
             cursors = self.manager.sequence(handle)
             assert len(self.manager.tokens(handle)) == cursors.num_tokens
             assert len(self.manager.block_table(handle)) == cursors.num_blocks
         stats = self.manager.stats()
+        base = self.manager.namespace_usage()
+        assert base.live_blocks <= stats.live_blocks
+        assert base.queried_tokens <= stats.queried_tokens
         parts = stats.free_blocks + stats.live_blocks + stats.cached_blocks + stats.held_blocks
         assert parts == stats.capacity_blocks
         assert self.manager.fragmentation().free_blocks == stats.free_blocks
