@@ -215,6 +215,10 @@ def test_the_page_needs_nothing_else(tmp_path: Path, trace: Path) -> None:
         (["TRACE", "--pool", "1e5"], "--pool '1e5': memory size '1e5'"),
         (["TRACE", "--pool", "1GiB"], "--pool in bytes needs --model or --bytes-per-token"),
         (["TRACE", "--pool", "10", "--policy", "paged"], "--pool 10: less than one block of 16 tokens"),
+        (
+            ["TRACE", "--pool", "1000000000000", "--policy", "prefix", "--block-size", "1000"],
+            "prefix-1000: a pool of 1,000,000,000,000 tokens: num_blocks * block_size",
+        ),
         (["TRACE", "--max-context", "x"], "--max-context 'x': 'x', expected a whole number"),
         (["TRACE", "--model", "gpt-9"], "gpt-9"),
         (["TRACE", "--curve"], "--curve: trace.csv has no hash ids"),

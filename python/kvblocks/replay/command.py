@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         work.interrupted = True
     if prints:
-        _print(work)
+        _print(trace, work)
     _write(args, trace, engine, options, work)
     return _INTERRUPTED if work.interrupted else 0
 
@@ -163,9 +163,10 @@ def _draw_curves(args: argparse.Namespace, trace: Trace, sizes: Sequence[int], w
             work.curves[-1].points.extend(curve(segments, wanted, tell))
 
 
-def _print(work: Work) -> None:
+def _print(trace: Trace, work: Work) -> None:
     if work.results:
-        tables.print_results(work.results)
+        span = None if trace.arrival_s is None else float(trace.arrival_s[-1])
+        tables.print_results(work.results, span)
     if work.sizings:
         tables.print_sizing(work.sizings)
     for drawn in work.curves:

@@ -127,101 +127,111 @@ class Segments:
 
 def ceiling(segments: Segments) -> HitRate:
     """What an infinite cache finds. O(hash ids)."""
-    return model_hit_rate(segments, int(segments.distinct_blocks) + 1, "fifo", unlimited=True)
+    return model_hit_rate(segments, None, "fifo")
 
 
 def model_hit_rate(
     segments: Segments,
-    capacity_blocks: int,
+    capacity_blocks: int | None,
     policy: str,
     tell: Callable[[int], Any] = lambda done: None,
-    *,
-    unlimited: bool = False,
 ) -> HitRate:
-    """A cache under a policy of `MODELS`; unlimited: nothing is left out or evicted. O(hash ids * log).
+    """A cache under a policy of `MODELS`; capacity None: infinite. O(hash ids * log).
 
     All blocks of a request are in the cache while it is served, and are not evicted for one another. "optimum" evicts
     what is used again last (Belady 1966), of equals the one deeper in its prompt: no policy that keeps the blocks of
     the request it serves finds more. A parent is used no later than its children, so it never loses them.
     """
     trace, size = segments.trace, segments.block_size
-    nodes, blocks, places = segments.node.tolist(), segments.blocks.tolist(), segments.place.tolist()
-    counts = -(-trace.prompt_tokens // size)
-    served = (counts <= capacity_blocks) | unlimited
-    needs = counts.tolist()
+    needs = -(-trace.prompt_tokens // size)
+    served = np.ones(len(trace), bool) if capacity_blocks is None else needs <= capacity_blocks
     following = segments.next_request(served).tolist() if policy == "optimum" else []
-    resident: dict[int, int] = {}
-    key: dict[
-        int, int
-    ] = {}  # Of a segment in the cache that nobody uses; the heap may hold outdated ones too.
-    heap: list[tuple[int, int]] = []
-    used = clock = hit_blocks = hit_tokens = queried_blocks = queried_tokens = 0
-    own_node = -1
+    node, blocks, place = segments.node.tolist(), segments.blocks.tolist(), segments.place.tolist()
+    own_blocks, starts, prompts = (
+        segments.own_blocks.tolist(),
+        trace.starts.tolist(),
+        trace.prompt_tokens.tolist(),
+    )
+    cache = _ModelCache(capacity_blocks)
+    hit_blocks = queried_blocks = queried_tokens = clock = 0
+    for request in np.flatnonzero(served).tolist():
+        prompt, span = prompts[request], range(starts[request], starts[request + 1])
+        chain = [(node[at], blocks[at]) for at in span]
+        if own_blocks[request]:
+            # Of this request alone: numbers below 0, which no segment has.
+            chain.append((-1 - request, own_blocks[request]))
+        found, old = cache.take(chain, int(needs[request]) - prompt // size)
+        hit_blocks += min(found, (prompt - 1) // size)
+        queried_blocks += prompt // size
+        queried_tokens += prompt
+        # Given back tail first, so that of one request the end is older than the beginning.
+        for index in reversed(range(len(chain))):
+            clock += 1
+            if policy == "optimum":
+                at = span.start + index
+                next_use, depth = (following[at], place[at]) if at < span.stop else (len(trace), 0)
+                cache.give(*chain[index], (-next_use, -depth))
+            else:
+                first = old[index] if policy == "fifo" else None
+                cache.give(*chain[index], first or (clock, 0))
+        tell(1)
+    return HitRate(hit_blocks * size, queried_tokens, hit_blocks, queried_blocks, int((~served).sum()))
 
-    def evict(num_blocks: int) -> int:
-        evicted = 0
-        while evicted < num_blocks and heap:
-            priority, node = heap[0]
-            if key.get(node) != priority:
-                heapq.heappop(heap)
-                continue
-            part = min(resident[node], num_blocks - evicted)
-            resident[node] -= part
-            evicted += part
-            if not resident[node]:
-                heapq.heappop(heap)
-                del resident[node], key[node]
-        return evicted
 
-    prompts = trace.prompt_tokens.tolist()
-    own_blocks = segments.own_blocks.tolist()
-    for request, (begin, end) in enumerate(
-        zip(trace.starts[:-1].tolist(), trace.starts[1:].tolist(), strict=True)
-    ):
-        prompt = prompts[request]
-        if not served[request]:
-            continue
-        found, broken, needed = 0, False, needs[request] - prompt // size + own_blocks[request]
-        old_keys = []
-        for at in range(begin, end):
-            node, want = nodes[at], blocks[at]
-            have = resident.get(node, 0)
+class _ModelCache:
+    """Segments of blocks in a cache, evicted from the end of the one with the least rank.
+
+    A segment in use has no rank, so it is not evicted. The heap may hold ranks that are no longer true.
+    """
+
+    def __init__(self, capacity_blocks: int | None) -> None:
+        self._capacity = capacity_blocks
+        self._used = 0
+        self._resident: dict[int, int] = {}
+        self._rank: dict[int, tuple[int, int]] = {}
+        self._heap: list[tuple[tuple[int, int], int]] = []
+
+    def take(self, chain: list[tuple[int, int]], partial: int) -> tuple[int, list[tuple[int, int] | None]]:
+        """Serve a prompt of these (segment, blocks), and `partial` blocks that are not full.
+
+        Returns the blocks found before the first gap, and the ranks that the segments had.
+        """
+        found, needed, broken = 0, 0, False
+        old = []
+        for segment, want in chain:
+            have = self._resident.get(segment, 0)
             if not broken:
                 found += min(have, want)
                 broken = have < want
             # What stands behind a gap cannot be hit: it is computed again in its place.
             needed += max(want - have, 0)
-            old_keys.append(key.pop(node, None))
-        usable = min(found, (prompt - 1) // size)
-        hit_blocks += usable
-        hit_tokens += usable * size
-        queried_blocks += prompt // size
-        queried_tokens += prompt
-        if not unlimited and used + needed > capacity_blocks:
-            used -= evict(used + needed - capacity_blocks)
-        # A partly filled block is given back without content at once.
-        used += needed - (needs[request] - prompt // size)
-        if own_blocks[request]:
-            resident[own_node] = own_blocks[request]
-            clock += 1
-            key[own_node] = -(len(trace) << 32) if policy == "optimum" else clock
-            heapq.heappush(heap, (key[own_node], own_node))
-            own_node -= 1
-        for at in range(end - 1, begin - 1, -1):
-            node = nodes[at]
-            resident[node] = max(resident.get(node, 0), blocks[at])
-            if not resident[node]:
+            old.append(self._rank.pop(segment, None))
+        if self._capacity is not None:
+            self._evict(self._used + needed + partial - self._capacity)
+        self._used += needed
+        return found, old
+
+    def give(self, segment: int, num_blocks: int, rank: tuple[int, int]) -> None:
+        """Give a segment back, of which so many blocks were in use."""
+        resident = max(self._resident.get(segment, 0), num_blocks)
+        if resident:
+            self._resident[segment] = resident
+            self._rank[segment] = rank
+            heapq.heappush(self._heap, (rank, segment))
+
+    def _evict(self, num_blocks: int) -> None:
+        while num_blocks > 0 and self._heap:
+            rank, segment = self._heap[0]
+            if self._rank.get(segment) != rank:
+                heapq.heappop(self._heap)
                 continue
-            clock += 1
-            old = old_keys[at - begin]
-            if policy == "optimum":
-                priority = -((following[at] << 32) + places[at])
-            else:
-                priority = old if policy == "fifo" and old is not None else clock
-            key[node] = priority
-            heapq.heappush(heap, (priority, node))
-        tell(1)
-    return HitRate(hit_tokens, queried_tokens, hit_blocks, queried_blocks, int((~served).sum()))
+            part = min(self._resident[segment], num_blocks)
+            self._resident[segment] -= part
+            self._used -= part
+            num_blocks -= part
+            if not self._resident[segment]:
+                heapq.heappop(self._heap)
+                del self._resident[segment], self._rank[segment]
 
 
 def capacities(segments: Segments, num_points: int = 6) -> list[int]:

@@ -31,16 +31,18 @@ from kvblocks.traces.trace import Trace
 _MAX_ROWS: Final = 1024
 _MAX_STEP_TOKENS: Final = 2**17
 _MAX_TABLE_ENTRIES: Final = 2**24
+# An unbounded pool has no more: a manager's memory is touched only where blocks are used, but it has to be there.
+_MOST_BLOCKS: Final = 2**26
 
 
 class PagedMemory:
     """Blocks of block_size tokens from a real manager.
 
-    capacity_blocks: None for as many as the whole trace could ever hold. prefix_cache: look prompts up, and publish
-    their blocks. decoded: of requests whose successor is known, publish what the successor's prompt says they
-    generated (see `Trace.successors`); otherwise generated tokens match nothing. watermark_blocks: left free by
-    admissions. declared_output_tokens: admit only with room for that many tokens of output of everybody (no
-    preemption then); None: admit whenever the prompt fits.
+    capacity_blocks: None for as many as the whole trace could ever hold, at most 2**26. prefix_cache: look prompts
+    up, and publish their blocks. decoded: of requests whose successor is known, publish what the successor's prompt
+    says they generated (see `Trace.successors`); otherwise generated tokens match nothing. watermark_blocks: left
+    free by admissions. declared_output_tokens: admit only with room for that many tokens of output of everybody (no
+    preemption then); None: admit whenever the prompt fits. Raises ValueError for a pool beyond the machine's memory.
     """
 
     def __init__(
@@ -58,11 +60,10 @@ class PagedMemory:
         self._final = trace.final_tokens
         self.block_size = block_size
         self._bounded = capacity_blocks is not None
-        if capacity_blocks is None:
-            capacity_blocks = int(np.sum(-(-self._final // block_size)))
-        self.capacity_blocks = capacity_blocks
+        all_blocks = int(np.sum(-(-self._final // block_size)))
+        self.capacity_blocks = min(all_blocks, _MOST_BLOCKS) if capacity_blocks is None else capacity_blocks
         self._manager = BlockManager(
-            capacity_blocks + 1,
+            self.capacity_blocks + 1,
             block_size,
             enable_prefix_cache=prefix_cache,
             watermark_blocks=watermark_blocks,
@@ -71,7 +72,7 @@ class PagedMemory:
         self._prefix_cache = prefix_cache
         self._declared = declared_output_tokens
         self._successor = trace.successors() if decoded and prefix_cache else None
-        self._longest = min(int(self._final.max(initial=1)), capacity_blocks * block_size)
+        self._longest = min(int(self._final.max(initial=1)), self.capacity_blocks * block_size)
         self._columns = -(-self._longest // block_size)
         self._prefill: Final = Step(
             self._manager, max_seqs=1, max_tokens=self._longest, max_blocks_per_seq=self._columns

@@ -19,6 +19,7 @@ from kvblocks.replay.memory import Memory
 from kvblocks.replay.paged import PagedMemory
 from kvblocks.replay.reservations import RESERVATIONS, ReservedMemory
 from kvblocks.replay.simulate import Engine, Run, simulate
+from kvblocks.report import UserError
 from kvblocks.traces.trace import Trace
 
 PAGED: Final = ("paged", "prefix")
@@ -132,15 +133,23 @@ def make_memory(trace: Trace, scenario: Scenario, options: Options) -> Memory:
     if scenario.block_size is None:
         return ReservedMemory(trace, scenario.policy, scenario.max_context, scenario.pool_slots)
     blocks = None if scenario.pool_slots is None else scenario.pool_slots // scenario.block_size
-    return PagedMemory(
-        trace,
-        scenario.block_size,
-        blocks,
-        prefix_cache=scenario.policy == "prefix",
-        decoded=options.decoded,
-        watermark_blocks=0 if blocks is None else math.ceil(options.watermark * blocks),
-        declared_output_tokens=options.declared_output_tokens,
-    )
+    try:
+        return PagedMemory(
+            trace,
+            scenario.block_size,
+            blocks,
+            prefix_cache=scenario.policy == "prefix",
+            decoded=options.decoded,
+            watermark_blocks=0 if blocks is None else math.ceil(options.watermark * blocks),
+            declared_output_tokens=options.declared_output_tokens,
+        )
+    except ValueError as error:
+        pool = (
+            "an unbounded pool"
+            if scenario.pool_slots is None
+            else f"a pool of {scenario.pool_slots:,} tokens"
+        )
+        raise UserError(f"{scenario.name}: {pool}: {error}") from error
 
 
 def run_scenario(

@@ -7,12 +7,16 @@ unit, and shows what the JSON has under a longer name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import kvblocks.report as report
 from kvblocks.replay.hit_rate import HitRate
 from kvblocks.replay.scenario import Result
 from kvblocks.replay.sizing import Sizing
 from kvblocks.traces.trace import Trace
+
+# A replay that takes longer than the arrivals by this factor is remarked on.
+_LATE: Final = 1.25
 
 
 def percent(share: float) -> str:
@@ -71,8 +75,8 @@ def print_trace(trace: Trace) -> None:
         report.write_line(f"    {example}")
 
 
-def print_results(results: Sequence[Result]) -> None:
-    """All tables about replays."""
+def print_results(results: Sequence[Result], span_s: float | None) -> None:
+    """All tables about replays; span_s: from the first arrival to the last."""
     unit = results[0].time_unit
     _print(
         "Memory: allocated slots, weighted by time, that hold no token",
@@ -101,6 +105,7 @@ def print_results(results: Sequence[Result]) -> None:
             ("sharing", lambda r: f"{r.sharing:.2f}"),
             (f"duration\n[{unit}]", lambda r: time(r.duration)),
         ],
+        note=_keeping_up_note(results, span_s),
     )
     _print(
         "Service",
@@ -177,6 +182,16 @@ def _paging_note(results: Sequence[Result]) -> str:
     return (
         f"Paging wastes about (block - 1) / 2 slots a request: {percent(worst.waste_internal)} % with blocks of "
         f"{worst.block_size_tokens} and {worst.kv_tokens_mean / worst.running_mean:,.0f} tokens a request."
+    )
+
+
+def _keeping_up_note(results: Sequence[Result], span_s: float | None) -> str:
+    """A warning where the queue has grown all along."""
+    if span_s is None or results[0].time_unit != "s" or all(r.duration < _LATE * span_s for r in results):
+        return ""
+    return (
+        f"Requests came for {time(span_s)} s: what takes much longer cannot keep up, be it for its pool or for "
+        "--prefill-rate."
     )
 
 
