@@ -222,6 +222,10 @@ def test_the_page_needs_nothing_else(tmp_path: Path, trace: Path) -> None:
         (["TRACE", "--max-context", "x"], "--max-context 'x': 'x', expected a whole number"),
         (["TRACE", "--model", "gpt-9"], "gpt-9"),
         (["TRACE", "--curve"], "--curve: trace.csv has no hash ids"),
+        (
+            ["--generate", "5", "--shared-prefix", "64", "--capacities", "1,x"],
+            "--capacities '1,x': 'x', expected",
+        ),
         (["TRACE", "--size", "--pool", "500"], "--size: needs arrivals and an unbounded pool"),
         (["TRACE", "--size", "--mode", "saturated"], "--size: needs arrivals and an unbounded pool"),
         (["TRACE", "--preemption", "swap"], "--preemption swap: give --swap-rate, or"),

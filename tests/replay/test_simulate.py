@@ -199,24 +199,36 @@ def chained(rows: list[tuple[float, int, int, int, int]], tokens_per_id: int) ->
     return make_trace(made, tokens_per_id)
 
 
-@given(chains, engines, st.integers(6, 25), st.booleans(), st.sampled_from([2, 6, 8]))
+@given(
+    chains,
+    engines,
+    st.integers(6, 25),
+    st.booleans(),
+    st.sampled_from([2, 6, 8]),
+    st.sampled_from([None, None, 25]),
+)
 def test_steps_taken_together_are_the_same_as_one_by_one(
     rows: list[tuple[float, int, int, int, int]],
     engine: Engine,
     capacity: int,
     decoded: bool,
     tokens_per_id: int,
+    declared: int | None,
 ) -> None:
     trace = chained(rows, tokens_per_id)
 
     def memory() -> PagedMemory:
-        return PagedMemory(trace, BLOCK, capacity, prefix_cache=True, decoded=decoded)
+        return PagedMemory(
+            trace, BLOCK, capacity, prefix_cache=True, decoded=decoded, declared_output_tokens=declared
+        )
 
     slow_memory, fast_memory = memory(), memory()
     slow = _StepByStep(trace, slow_memory, engine, None, lambda done: None)
     slow.run()
     fast = simulate(trace, fast_memory, engine)
     assert fast_memory.lookups() == slow_memory.lookups()
+    # Nobody makes more than 25 tokens: who declares so is never preempted.
+    assert declared is None or fast.preemptions == 0
     expected = numbers(slow.result)
     for name, value in numbers(fast).items():
         assert value == pytest.approx(expected[name], nan_ok=True), name

@@ -147,11 +147,11 @@ def _replay(
 
 def _curve_sizes(args: argparse.Namespace, trace: Trace) -> list[int] | None:
     """Capacities in blocks; empty for the default, None for no curve."""
-    if args.curve is None:
+    if not args.curve and args.capacities is None:
         return None
     if not trace.tokens_per_id:
         raise UserError(f"--curve: {trace.name} has no hash ids, so that nothing is known to be shared")
-    return parse_counts("--curve", args.curve) if args.curve else []
+    return [] if args.capacities is None else parse_counts("--capacities", args.capacities)
 
 
 def _draw_curves(args: argparse.Namespace, trace: Trace, sizes: Sequence[int], work: Work) -> None:

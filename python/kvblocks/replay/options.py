@@ -193,10 +193,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--curve",
-        nargs="?",
-        const="",
+        action="store_true",
+        help="prefix-cache hit rate against capacity: LRU, FIFO, the optimum, and an infinite cache",
+    )
+    group.add_argument(
+        "--capacities",
         metavar="LIST",
-        help="prefix-cache hit rate against capacity in blocks: LRU, FIFO, optimum (default: six capacities)",
+        help="blocks, for --curve, which it implies (default: six, by the trace)",
     )
     group = parser.add_argument_group("output")
     group.add_argument(

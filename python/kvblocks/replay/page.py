@@ -30,6 +30,10 @@ svg { max-width: 100%; height: auto }
 """.strip()
 
 
+# A table of more columns is shown on its side.
+_MAX_COLUMNS: Final = 12
+
+
 def svg(draw: Callable[[Path], None]) -> str:
     """What `draw` saves, as an element to stand in a page: no declaration, no metadata, no namespaces."""
     with tempfile.TemporaryDirectory() as folder:
@@ -52,14 +56,17 @@ def _cell(value: object) -> str:
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> str:
-    """A column for each field that somebody has a value of."""
+    """The fields that somebody has a value of: a column each, or a row each where they are many."""
     names = [name for name in records[0] if any(record[name] not in (None, False) for record in records)]
-    head = "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in names)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{_cell(record[name])}</td>" for name in names) + "</tr>\n"
-        for record in records
+    rows: list[list[object]] = [[name.replace("_", " ") for name in names]]
+    rows += [[record[name] for name in names] for record in records]
+    if len(names) > _MAX_COLUMNS:
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    head, *body = (
+        ["".join(f"<{tag}>{_cell(cell)}</{tag}>" for cell in row) for tag in ("th", "td")] for row in rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+    lines = "\n".join(f"<tr>{cells}</tr>" for _, cells in body)
+    return f"<table><thead><tr>{head[0]}</tr></thead><tbody>\n{lines}\n</tbody></table>"
 
 
 def write_page(
