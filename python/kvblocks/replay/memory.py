@@ -78,7 +78,7 @@ class Memory(Protocol):
 
     @property
     def peak_slots(self) -> int:
-        """The least capacity that would have done so far."""
+        """The least capacity that would have done for what was admitted so far."""
 
     def fits(self, request: int) -> bool:
         """Whether the request can be served by an empty memory."""

@@ -88,7 +88,7 @@ class Result:
     allocated_mean_tokens: float
     allocated_peak_tokens: int
     allocated_peak_time: float
-    smallest_pool_tokens: int
+    high_water_tokens: int
     cached_mean_tokens: float
     sharing: float
     token_hit_rate: float
@@ -212,7 +212,7 @@ def _result(trace: Trace, scenario: Scenario, engine: Engine, memory: Memory, ru
         allocated_mean_tokens=_share(account.allocated, account.time),
         allocated_peak_tokens=account.peak_allocated,
         allocated_peak_time=account.peak_time,
-        smallest_pool_tokens=memory.peak_slots,
+        high_water_tokens=memory.peak_slots,
         cached_mean_tokens=_share(account.cached, account.time),
         sharing=_share(account.stored, account.used) if account.used else 1.0,
         token_hit_rate=_share(lookups.hit_tokens, lookups.queried_tokens),

@@ -54,7 +54,7 @@ def size_pool(
 
     mean_pool = replay(unbounded.allocated_mean_tokens)
     failed, best = 0.0, None
-    slots = float(unbounded.smallest_pool_tokens)
+    slots = float(unbounded.high_water_tokens)
     for _ in range(_MAX_TRIES):
         result = replay(slots)
         if result.interrupted:
