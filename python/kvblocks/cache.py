@@ -315,10 +315,17 @@ class PagedKVCache:
         tail = None
         if self.residual is not None and cache.format.has_residual:
             tail = self.residual.tail(int(layer))
-        turned_back = cache.format.v.rotated
+        turned = cache.format.k.rotated or cache.format.v.rotated
+        if turned:
+            _check_floats("q", q)
+            expected = (*q.shape[:2], cache.head_dim_v)
+            if out is not None and (out.dtype != q.dtype or out.shape != expected):
+                raise ValueError(
+                    f"out: {out.dtype} of shape {tuple(out.shape)}, expected {q.dtype} of shape {expected}"
+                )
         result = self.backend.attend(
             cache,
-            _turned(q, cache.format.k.rotated),
+            _turned(to_float32(q), cache.format.k.rotated) if turned else q,
             self.step.block_tables,
             self.step.seq_lens,
             self.step.query_start_loc,
@@ -328,12 +335,16 @@ class PagedKVCache:
             sinks=sinks,
             alibi_slopes=alibi_slopes,
             tail=tail,
-            out=out,
+            out=None if turned else out,
             lse=lse,
         )
-        if turned_back:
-            result[...] = _turned(result, True)
-        return result
+        if not turned:
+            return result
+        rounded = from_float32(_turned(result, cache.format.v.rotated), dtype_name(q.dtype))
+        if out is None:
+            return rounded
+        out[...] = rounded
+        return out
 
     def gather(self, handle: int, layer: int) -> tuple[Array, Array]:
         """K and V of a sequence's computed tokens in one layer, contiguous float32 [num_computed, heads, dim]."""
@@ -372,12 +383,16 @@ def _as_list(handles: _Handles) -> list[int]:
     return [int(handle) for handle in np.atleast_1d(np.asarray(handles))]
 
 
-def _check_rows(name: str, rows: Array, num_tokens: int, num_kv_heads: int, dim: int) -> None:
-    """What a backend would check, for rows that are rotated or kept before one sees them."""
+def _check_floats(name: str, array: Array) -> None:
     try:
-        dtype_name(rows.dtype)
+        dtype_name(array.dtype)
     except (AttributeError, TypeError) as error:
         raise TypeError(f"{name}: {error}") from None
+
+
+def _check_rows(name: str, rows: Array, num_tokens: int, num_kv_heads: int, dim: int) -> None:
+    """What a backend would check, for rows that are rotated or kept before one sees them."""
+    _check_floats(name, rows)
     if rows.ndim != 3 or len(rows) < num_tokens or rows.shape[1:] != (num_kv_heads, dim):
         raise ValueError(
             f"{name}: shape {tuple(rows.shape)}, expected ({num_tokens} or more, {num_kv_heads}, {dim}) for this step"
@@ -385,7 +400,5 @@ def _check_rows(name: str, rows: Array, num_tokens: int, num_kv_heads: int, dim:
 
 
 def _turned(rows: Array, rotated: bool) -> Array:
-    """Rows rotated and rounded to their own dtype, where the format wants that."""
-    if not rotated:
-        return rows
-    return from_float32(rotate(to_float32(rows)), dtype_name(rows.dtype))
+    """Rows in float32 and rotated, where the format wants that; else as they are."""
+    return rotate(to_float32(rows)) if rotated else rows

@@ -24,6 +24,8 @@ FORMATS = [
     ),
     *("kivi2,int8", "float16,int4"),
 ]
+# A layer with a residual beside one without.
+LAYERS_APART = ["kivi2", "int8"]
 BACKENDS = ["numpy", "cpu"]
 HEADS, DIM, BLOCK_SIZE = 2, 16, 32
 
@@ -73,7 +75,7 @@ def compute(
     return outs
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", [*FORMATS, LAYERS_APART], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nbytes_is_what_is_held(kv_format: str, backend: str) -> None:
     cache = make_cache(kv_format, backend=backend)
@@ -232,7 +234,7 @@ class TestResidual:
         assert not outs[0][50:].any()
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", [*FORMATS, LAYERS_APART], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_fork_attends_bit_for_bit_as_its_parent(kv_format: str, backend: str) -> None:
     """Child and parent go on with the same rows: once their own way through a block that both fill."""
@@ -247,7 +249,7 @@ def test_a_fork_attends_bit_for_bit_as_its_parent(kv_format: str, backend: str) 
     assert cache.manager.stats().copied_blocks == 1
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", [*FORMATS, LAYERS_APART], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_tokens", [75, 96, 20])
 def test_a_swapped_sequence_attends_bit_for_bit_as_before(
@@ -385,3 +387,18 @@ def test_rotated_formats_give_the_attention_of_the_rows(q_dtype: str) -> None:
     np.testing.assert_allclose(
         outs[0], outs[1], atol={"float32": 2e-3, "float16": 4e-3, "bfloat16": 3e-2}[q_dtype]
     )
+
+
+def test_queries_and_outputs_that_do_not_fit_a_rotated_format() -> None:
+    cache = make_cache("kivi2r", num_layers=1)
+    assert cache.schedule([admit(cache, [0] * 3).handle], 3)
+    cache.write(0, *rows(3, 0))
+    q = np.ones((3, 4, DIM), np.float32)
+    with pytest.raises(TypeError, match=r"^q: dtype float64, expected float32"):
+        cache.attend(0, q.astype(np.float64))
+    with pytest.raises(
+        ValueError, match=r"^out: float32 of shape \(3, 4, 8\), expected float32 of shape \(3, 4, 16\)$"
+    ):
+        cache.attend(0, q, out=np.ones((3, 4, 8), np.float32))
+    with pytest.raises(ValueError, match=r"^out: float16 of shape"):
+        cache.attend(0, q, out=np.ones((3, 4, DIM), np.float16))

@@ -1,6 +1,8 @@
 """The list of formats: its texts, its refusals, and that what it says in bytes is what is allocated."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,3 +234,19 @@ def test_every_format_says_what_its_codes_are() -> None:
         assert part == parse_format(str(part), "k") or part == parse_format(str(part), "v")
         assert part.is_plain == math.isinf(part.limit) or part.has_zero
         assert part.has_zero == (part.group > 0)
+
+
+def test_the_page_lists_every_format_with_its_bits() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
+    table = page[page.index("| K and V |") : page.index("K and V may have")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:] if line]
+    assert len(rows) >= 13
+    listed = set()
+    for names, _, *bits, _ in rows:
+        for text in re.findall("`(.*?)`", names):
+            kv_format = KVFormat.parse(text)
+            listed |= {kv_format.k, kv_format.v}
+            for head_dim, stated in zip((64, 128), bits, strict=True):
+                num_bytes = kv_format.bytes_per_block(32, 8, head_dim, head_dim)
+                assert 8 * num_bytes / (32 * 8 * 2 * head_dim) == float(stated), (text, head_dim)
+    assert listed == {*all_formats("k"), *all_formats("v")}
