@@ -375,7 +375,7 @@ struct MmaAttention {
             float highest_now[2] = {highest[0], highest[1]};
             if constexpr (E::is_scaled) {
                 if (v_own) {
-                    v_now = smallest_normal;
+                    v_now = 0.0f;
                 }
             }
             KVB_UNROLL
@@ -410,6 +410,8 @@ struct MmaAttention {
                     v_now = max_f32(v_now, shuffle_xor(v_now, other));
                 }
             }
+            // No key at all leaves the scale as it is; nor may it fall so far that the results overflow.
+            v_now = max_f32(v_now == 0.0f ? v_largest : v_now, v_largest * 0x1p-60f);
             const float v_ratio = v_largest / v_now;
             v_largest = v_now;
             float shrink[2];

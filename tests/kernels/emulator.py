@@ -149,7 +149,7 @@ def _emulator() -> ctypes.CDLL:
 class HostMemory:
     """NumPy arrays; no stream. A small device, so that small batches split their keys."""
 
-    num_multiprocessors = 2
+    num_multiprocessors = 7
     max_shared_bytes = 227 * 1024
 
     def describe(self, name: str, array: Any) -> np.ndarray:

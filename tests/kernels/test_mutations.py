@@ -1,0 +1,235 @@
+"""Bugs planted in the sources, of the kinds that GPU kernels have: the tests must notice every one.
+
+A probe is a few launches under several schedules, checked as the other tests check them; it must pass on the sources as
+they are and fail on each planted bug.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.harness import Harness
+from conformance.scene import make_scene
+from kernels.emulator import CUDA, EmulatedLauncher, HostMemory, KernelFaultError
+from kvblocks.backends.device import DeviceBackend
+from kvblocks.backends.numpy import NumpyBackend
+from kvblocks.config import CacheConfig
+from kvblocks.layout import LayerCache
+
+pytestmark = pytest.mark.cuda
+
+SCHEDULES = ("forward", "greedy", "greedy_reverse")
+
+
+def backends(folder: Path) -> list[DeviceBackend]:
+    return [
+        DeviceBackend("mutant", EmulatedLauncher(schedule, folder=folder), HostMemory())
+        for schedule in SCHEDULES
+    ]
+
+
+def attend(folder: Path, **config) -> None:
+    options = {"sinks": np.array([-3, -1, 0, 0.5, 4, -np.inf], np.float32)}
+    for backend in backends(folder):
+        scene = make_scene(Harness("mutant", make=lambda backend=backend: backend), **config)
+        scene.check()
+        scene.check(window=37, **options)
+
+
+def decode(folder: Path) -> None:
+    attend(folder, dims=(64, 64), dtype="float16", seq_lens=(200, 0, 33, 700), block_size=24)
+
+
+def prefill(folder: Path) -> None:
+    attend(folder, dims=(64, 64), dtype="bfloat16", seq_lens=(200, 130), query_lens=(90, 20), block_size=3)
+
+
+def simt(folder: Path) -> None:
+    attend(folder, dims=(40, 24), seq_lens=(200, 0, 33, 700), block_size=24)
+
+
+def write_fp8(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 9, 2, 64)).astype(np.float32) * 3
+    slots = np.array([3, 17, -1, 40, 5, 6, 9, 33, 2])
+    config = CacheConfig(1, 2, 64, kv_format="fp8_e4m3", layout="HND")
+
+    def inner(pool: LayerCache) -> LayerCache:
+        """The three blocks in the middle of five; what lies beside them is compared too."""
+        arrays = {name: array[1:4] for name, array in pool.named_arrays}
+        return LayerCache(format="fp8_e4m3", block_size=16, layout="HND", **arrays)
+
+    for backend in backends(folder):
+        pools = [maker.allocate(config, 5)[0] for maker in (backend, NumpyBackend())]
+        for pool, maker in zip(pools, (backend, NumpyBackend()), strict=True):
+            for _, array in pool.named_arrays:
+                array.view(np.uint8).fill(0xFF)
+            maker.write(inner(pool), k, v, slots)
+        for (_, actual), (_, wanted) in zip(*(pool.named_arrays for pool in pools), strict=True):
+            assert actual.tobytes() == wanted.tobytes()
+
+
+def far_blocks(folder: Path) -> None:
+    """Blocks 2^31 bytes apart, the first of them in the middle: a 32-bit offset stays within the pool, and is wrong."""
+    apart = 2**31
+    pool = np.zeros(5 * apart + 4096, np.uint8)
+    base = pool[2 * apart :].view(np.float16)
+    cache = LayerCache(
+        *(np.lib.stride_tricks.as_strided(base[at:], (3, 4, 1, 8), (apart, 16, 16, 2)) for at in (0, 256)),
+        "float16",
+        4,
+        "NHD",
+    )
+    k = np.ones((1, 1, 8), np.float16)
+    for backend in backends(folder):
+        cache.k[2] = 0
+        backend.write(cache, k, k, np.array([9]))
+        assert (cache.k[2, 1] == 1).all()
+
+
+def copies(folder: Path) -> None:
+    for backend in backends(folder):
+        (cache,) = backend.allocate(CacheConfig(1, 3, 40, dtype="float16"), 6)
+        cache.k[...] = np.arange(cache.k.size).reshape(cache.k.shape) % 2039
+        before = cache.k.copy()
+        backend.copy_blocks([cache], np.array([[1, 4], [2, 0]], np.int32))
+        before[[4, 0]] = before[[1, 2]]
+        assert cache.k.tobytes() == before.tobytes()
+
+
+MMA = "paged_attention_mma.cu"
+ATTENTION = "include/kvblocks/attention.cuh"
+# name: (probe, file, the text as it is, the bug)
+MUTATIONS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
+    "no barrier after the wait": (
+        decode,
+        MMA,
+        "copy_async_wait<1>();\n            sync_block();",
+        "copy_async_wait<1>();",
+    ),
+    "no barrier at the end of a tile": (
+        decode,
+        MMA,
+        "sync_block(); // nobody reads this stage or its addresses any more",
+        "",
+    ),
+    "no barrier before the warps are merged": (decode, MMA, "sync_block();\n        store(", "store("),
+    "wait off by one": (decode, MMA, "copy_async_wait<1>();", "copy_async_wait<2>();"),
+    "a copy that nobody commits": (decode, MMA, "load(0, 0);\n        copy_async_commit();", "load(0, 0);"),
+    "the matrix of V not transposed": (
+        decode,
+        MMA,
+        "load_matrix_x4_transposed(fragment, row + t * 16",
+        "load_matrix_x4(fragment, row + t * 16",
+    ),
+    "matrices of K in another order": (
+        decode,
+        MMA,
+        "warp_key + g * 16 + matrix / 2 * 8 + lane % 8",
+        "warp_key + g * 16 + matrix % 2 * 8 + lane % 8",
+    ),
+    "rows of K at a stride that is not theirs": (
+        decode,
+        MMA,
+        "fragment, k + key * P::k_stride + step * 32",
+        "fragment, k + key * (P::k_stride - 16) + step * 32",
+    ),
+    "misaligned copies": (decode, MMA, "from + offset + piece * 16", "from + offset + piece * 16 + 2"),
+    "a tail that is not masked": (decode, MMA, "is_key && is_visible(params, rows[half], key)", "true"),
+    "a causal mask off by one": (prefill, ATTENTION, "key <= row.position &&", "key <= row.position + 1 &&"),
+    "a window off by one": (
+        prefill,
+        ATTENTION,
+        "row.position - key < params.window",
+        "row.position - key <= params.window",
+    ),
+    "addresses from the table of another tile": (
+        decode,
+        MMA,
+        "load(next_table, stage ^ 1);",
+        "load(table, stage ^ 1);",
+    ),
+    "a maximum that is not shared by the row": (
+        decode,
+        MMA,
+        "highest_now[0] = max_f32(highest_now[0], shuffle_xor(highest_now[0], other));",
+        "",
+    ),
+    "results that are not rescaled": (decode, MMA, "results[t][0] *= shrink[0];", ""),
+    "an early return before a barrier": (
+        simt,
+        "paged_attention_simt.cu",
+        "    sync_block();\n    for (i32 r = 0; r < tile.num_rows; ++r) {",
+        "    if (warp == 3) return;\n    sync_block();\n    for (i32 r = 0; r < tile.num_rows; ++r) {",
+    ),
+    "a shuffle in a divergent branch": (
+        simt,
+        "paged_attention_simt.cu",
+        "            for (i32 other = 1; other < lanes; other *= 2) {",
+        "            for (i32 other = 1; other < lanes && slots[d] >= 0; other *= 2) {",
+    ),
+    "a split that is counted twice": (
+        decode,
+        ATTENTION,
+        "const i64 begin = static_cast<i64>(block_z()) * split;",
+        "const i64 begin = static_cast<i64>(block_z()) * (split - 64);",
+    ),
+    "partial results of another split": (
+        decode,
+        "combine_splits.cu",
+        "params.partial_out[(split * num_rows + index) * params.head_dim_v + dim]",
+        "params.partial_out[index * params.head_dim_v + dim]",
+    ),
+    "a reduction that stops short": (
+        write_fp8,
+        "write_kv.cu",
+        "for (i32 other = 1; other < lanes; other *= 2) {",
+        "for (i32 other = 1; other < lanes / 2; other *= 2) {",
+    ),
+    "a negative slot that is written": (
+        write_fp8,
+        "write_kv.cu",
+        "&& !is_skipped(slot) && !is_outside",
+        "&& !is_outside",
+    ),
+    "strides of the other layout": (
+        write_fp8,
+        "include/kvblocks/paged.cuh",
+        "return block * paged.block_stride + token * paged.token_stride + head * paged.head_stride",
+        "return block * paged.block_stride + token * paged.head_stride + head * paged.token_stride",
+    ),
+    "a 32-bit offset": (
+        far_blocks,
+        "include/kvblocks/paged.cuh",
+        "return block * paged.block_stride + token",
+        "return static_cast<i32>(block * paged.block_stride) + token",
+    ),
+    "a copy that misses its tail": (
+        copies,
+        "copy_blocks.cu",
+        "if (first + i * step < num_units) {",
+        "if (first + (i + 1) * step < num_units) {",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "probe", [decode, prefill, simt, write_fp8, far_blocks, copies], ids=lambda probe: probe.__name__
+)
+def test_the_probes_pass_on_the_sources_as_they_are(probe: Callable[[Path], None]) -> None:
+    probe(CUDA)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_is_caught(name: str, tmp_path: Path) -> None:
+    probe, file, text, bug = MUTATIONS[name]
+    folder = tmp_path / "cuda"
+    shutil.copytree(CUDA, folder)
+    source = (folder / file).read_text()
+    assert source.count(text) == 1, f"{file} has changed: {text!r} is there {source.count(text)} times"
+    (folder / file).write_text(source.replace(text, bug))
+    with pytest.raises((AssertionError, KernelFaultError)):
+        probe(folder)
