@@ -176,6 +176,9 @@ class HostMemory:
     def plain(self, array: np.ndarray) -> np.ndarray:
         return array.copy(order="C")
 
+    def device(self) -> int:
+        return 0
+
     def stream(self) -> int:
         return 0
 

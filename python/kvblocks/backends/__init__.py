@@ -15,6 +15,7 @@ __all__ = ["BACKENDS", "DEFAULT_BACKEND", "Backend", "Supported", "Tail", "get_b
 BACKENDS = {
     "numpy": ("kvblocks.backends.numpy", "NumpyBackend"),
     "cpu": ("kvblocks.backends.cpu", "CpuBackend"),
+    "cupy": ("kvblocks.backends.cupy", "CupyBackend"),
 }
 DEFAULT_BACKEND = "cpu"
 

@@ -94,6 +94,9 @@ class Memory(Protocol):
     def plain(self, array: Array) -> Array:
         """A contiguous, aligned copy."""
 
+    def device(self) -> int:
+        """The number of the device that is current."""
+
     def stream(self) -> int:
         """The address of the stream that the next launch goes to."""
 
@@ -114,7 +117,8 @@ class DeviceBackend:
         self.launcher = launcher
         self.memory = memory
         self.split_size = split_size
-        self._error = memory.zeros((4,), np.uint32)
+        # A report a device, as kernels reach the memory of their own.
+        self._errors: dict[int, Array] = {}
         self._described: WeakKeyDictionary[LayerCache, LayerCache] = WeakKeyDictionary()
         self._regions: dict[bytes, Array] = {}
 
@@ -427,10 +431,11 @@ class DeviceBackend:
 
     def first_error(self) -> str | None:
         """The first wrong value that a kernel skipped since this was last asked, or None; waits for the device."""
-        code, row, column, value = self.memory.download(self._error).tolist()
+        report = self._error()
+        code, row, column, value = self.memory.download(report).tolist()
         if code == 0:
             return None
-        self._error[...] = 0
+        report[...] = 0
         return f"{_CODES[code]}: row {row}, column {column}, value {np.uint32(value).astype(np.int32)}"
 
     # --- Arguments.
@@ -463,8 +468,14 @@ class DeviceBackend:
         copy = self.memory.plain(array)
         return _Held(copy, self.memory.describe("copy", copy))
 
+    def _error(self) -> Array:
+        device = self.memory.device()
+        if device not in self._errors:
+            self._errors[device] = self.memory.zeros((4,), np.uint32)
+        return self._errors[device]
+
     def _error_address(self) -> int:
-        return address_of(self.memory.describe("error", self._error))
+        return address_of(self.memory.describe("error", self._error()))
 
     def _region_table(self, regions: list[Record]) -> Array:
         host = np.array(regions, records.REGION)
