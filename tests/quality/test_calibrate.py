@@ -94,12 +94,12 @@ def test_a_calibration_that_was_written_gives_the_same_figures_when_it_is_read(
 ) -> None:
     file, results = tmp_path / "scales.json", [tmp_path / "made.json", tmp_path / "read.json"]
     assert quality("--calibrate", str(file), "--json", str(results[0])) == 0
-    assert "calibrated on 80 tokens" in capsys.readouterr().out
+    assert "calibrated on 160 tokens" in capsys.readouterr().out
     assert quality("--scales", str(file), "--json", str(results[1])) == 0
     made, read = (json.loads(path.read_text()) for path in results)
     assert made == read
-    assert made["settings"]["calibration"]["tokens"] == 80
-    assert Calibration.load(file, tiny.model().config).num_tokens.tolist() == [80, 80]
+    assert made["settings"]["calibration"]["tokens"] == 160
+    assert Calibration.load(file, tiny.model().config).num_tokens.tolist() == [160, 160]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """The command as a user calls it, on a tiny model: what it prints, writes, answers and refuses."""
 
+import argparse
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from kvblocks.cli import main
+from kvblocks.quality.command import configure
 from kvblocks.quality.text import own_text
 
 MODEL = f"{__package__}.tiny:model"
@@ -135,3 +139,13 @@ def test_the_project_has_text_enough_for_twenty_thousand_scored_tokens() -> None
     text = own_text()
     assert text.isascii()
     assert len(text.split()) >= 27 * 1024 * 0.8
+
+
+def test_the_commands_of_the_page_can_be_pasted() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "quality.md"
+    lines = re.findall(r"^(?:kvblocks quality|make quality ARGS=)(.*)$", page.read_text(), re.MULTILINE)
+    assert len(lines) >= 3
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    for line in lines:
+        parser.parse_args(shlex.split(" ".join(shlex.split(line, comments=True))))

@@ -124,8 +124,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     static.add_argument(
         "--calibration-windows",
         type=_least(1),
-        default=2,
-        help="windows to calibrate on where no --scales are given (default: 2)",
+        default=4,
+        help="windows to calibrate on where no --scales are given (default: 4)",
     )
     limits = parser.add_argument_group("thresholds")
     for name, unit in (
