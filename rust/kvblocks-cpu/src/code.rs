@@ -22,6 +22,30 @@ pub(crate) trait Code: Copy + Send + Sync + 'static {
     /// They are writable.
     unsafe fn store<S: Simd>(simd: S, to: *mut Self, values: S::F);
 
+    /// Vectors of pairs of bf16 that a block of elements becomes; 0 where there is no quick way to it.
+    ///
+    /// A row of whole blocks can then be multiplied, and added up, without becoming f32 first.
+    #[inline(always)]
+    fn vectors_of_pairs<S: Simd>() -> usize {
+        0
+    }
+
+    /// A block of `vectors_of_pairs * 2 * S::LANES` elements; only so many of the vectors count.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    unsafe fn load_pairs<S: Simd>(simd: S, from: *const Self) -> [S::I; 2] {
+        let _ = from;
+        [simd.splat_bits(0); 2]
+    }
+
+    /// Which element of its block the low half of a lane of a vector is; the high half is the next one.
+    fn place_of_pair(vector: usize, lane: usize) -> usize {
+        let _ = vector;
+        2 * lane
+    }
+
     /// The first `len` lanes from memory, 0 in the others.
     ///
     /// # Safety
@@ -85,6 +109,17 @@ impl Code for f16 {
 
 impl Code for bf16 {
     const ZERO: Self = bf16::ZERO;
+
+    #[inline(always)]
+    fn vectors_of_pairs<S: Simd>() -> usize {
+        1
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs<S: Simd>(simd: S, from: *const Self) -> [S::I; 2] {
+        // SAFETY: the caller's.
+        [unsafe { simd.load_bits(from.cast()) }, simd.splat_bits(0)]
+    }
 
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F {

@@ -10,6 +10,7 @@
 mod checks;
 mod narrow;
 mod plan;
+mod products;
 mod tile;
 mod wide;
 
@@ -161,7 +162,7 @@ impl Call<'_> {
         self.num_q_heads / self.k.paged.num_heads
     }
 
-    /// A head of a query, scaled.
+    /// A head of a query.
     #[inline(always)]
     fn load_query<S: Simd>(&self, simd: S, token: usize, head: usize, row: &mut [f32]) {
         let start = (token * self.num_q_heads + head) * self.k.paged.head_dim;
@@ -170,7 +171,6 @@ impl Call<'_> {
             // SAFETY: both are slices of that length.
             unsafe { convert(simd, q.as_ptr(), row.as_mut_ptr(), row.len()) };
         });
-        row.iter_mut().for_each(|value| *value *= self.options.scale);
     }
 }
 

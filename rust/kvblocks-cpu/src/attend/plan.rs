@@ -11,7 +11,7 @@ use crate::simd::MAX_LANES;
 use crate::Execution;
 
 /// Keys of a unit with few queries: a multiple of the tile, large against the cost of merging two units.
-const SPLIT: usize = 512;
+const SPLIT: usize = 1024;
 /// Units that a row with many queries is cut into where its keys allow it, so that a short chunk over a long context
 /// has work for many threads.
 const WIDE_UNITS: usize = 64;

@@ -21,10 +21,12 @@ pub(super) struct Tile {
 impl Tile {
     pub(super) const EMPTY: Self = Self { len: 0, k: [0; TILE], v: [0; TILE] };
 
-    /// Find the tokens at some positions of a sequence.
-    pub(super) fn locate(&mut self, k: &Paged, v: &Paged, table: &[i32], positions: Range<usize>) {
-        self.len = positions.len();
-        let (mut column, mut offset) = (positions.start / k.block_size, positions.start % k.block_size);
+    /// Find the tokens of the tile of a sequence that begins at a position, within `keys`; it may be empty.
+    ///
+    /// What is beyond is the last key again. Tiles start at multiples of `TILE`.
+    pub(super) fn locate(&mut self, k: &Paged, v: &Paged, table: &[i32], first: usize, keys: &Range<usize>) {
+        self.len = keys.end.min((first / TILE + 1) * TILE).saturating_sub(first);
+        let (mut column, mut offset) = (first / k.block_size, first % k.block_size);
         for index in 0..self.len {
             let block = table[column] as usize;
             self.k[index] = block * k.block_stride + offset * k.token_stride;
@@ -34,68 +36,79 @@ impl Tile {
                 (column, offset) = (column + 1, 0);
             }
         }
+        if let Some(last) = self.len.checked_sub(1) {
+            let (k, v) = (self.k[last], self.v[last]);
+            self.k[self.len..].fill(k);
+            self.v[self.len..].fill(v);
+        }
     }
 }
 
-/// The tile that contains a position, cut to some keys; tiles start at multiples of `TILE`.
-pub(super) fn tile_at(position: usize, keys: &Range<usize>) -> Range<usize> {
-    position..keys.end.min((position / TILE + 1) * TILE)
-}
-
-/// The cache lines of K or V of a tile, asked for little by little while the tile before it is computed.
+/// The cache lines of a tile, asked for one by one while the tile before it is computed.
+///
+/// A processor has few requests to memory under way at a time, and one too many holds up all that follow. So they are
+/// spread as evenly as can be.
+#[derive(Default)]
 pub(super) struct Ahead {
-    data: *const u8,
-    /// Bytes from `data` to runs of memory, all of one length.
-    runs: Vec<usize>,
-    run_bytes: usize,
-    next: (usize, usize),
-    lines_per_step: usize,
+    /// Runs of memory: from the first address up to the second.
+    runs: Vec<(usize, usize)>,
+    /// The next run, and what is left of this one.
+    run: usize,
+    next: usize,
+    end: usize,
+    /// In 1 / 16 of a line: what a step is worth, and what is due.
+    per_step: usize,
+    due: usize,
 }
 
 const LINE_BYTES: usize = 64;
 
 impl Ahead {
-    pub(super) fn nothing() -> Self {
-        Self { data: std::ptr::null(), runs: Vec::new(), run_bytes: 0, next: (0, 0), lines_per_step: 0 }
+    /// Forget what was asked for.
+    pub(super) fn clear(&mut self) {
+        self.runs.clear();
+        (self.run, self.next, self.end) = (0, 0, 0);
     }
 
-    /// Ask for the rows of some heads of the tokens at `tokens` (as in `Tile`) in about `num_steps` steps.
-    pub(super) fn start(
-        &mut self,
-        cache: &Cache<'_>,
-        tokens: &[usize],
-        heads: Range<usize>,
-        num_steps: usize,
-    ) {
+    /// Add the rows of some heads of the tokens at `tokens`, as in `Tile`.
+    pub(super) fn add(&mut self, cache: &Cache<'_>, tokens: &[usize], heads: Range<usize>) {
         let paged = &cache.paged;
         let (data, size) =
-            with_elements!(Elements, cache.data, slice => (slice.as_ptr().cast(), size_of_val(&slice[0])));
-        let first = heads.start * paged.head_stride;
-        self.data = data;
-        self.runs.clear();
-        if paged.head_stride == paged.head_dim {
-            self.run_bytes = heads.len() * paged.head_dim * size;
-            self.runs.extend(tokens.iter().map(|token| (token + first) * size));
+            with_elements!(Elements, cache.data, slice => (slice.as_ptr() as usize, size_of_val(&slice[0])));
+        // One run for all heads where they lie side by side.
+        let (num_runs, dim) = if paged.head_stride == paged.head_dim {
+            (1, heads.len() * paged.head_dim)
         } else {
-            self.run_bytes = paged.head_dim * size;
-            for head in heads {
-                self.runs.extend(tokens.iter().map(|token| (token + head * paged.head_stride) * size));
-            }
+            (heads.len(), paged.head_dim)
+        };
+        for run in 0..num_runs {
+            let head = data + (heads.start + run) * paged.head_stride * size;
+            self.runs.extend(tokens.iter().map(|token| {
+                let start = head + token * size;
+                (start, start + dim * size)
+            }));
         }
-        self.next = (0, 0);
-        let num_lines = self.runs.len() * self.run_bytes.div_ceil(LINE_BYTES);
-        self.lines_per_step = num_lines.div_ceil(num_steps.max(1));
     }
 
-    /// The next few lines.
+    /// Spread all that was added over a number of steps.
+    pub(super) fn spread(&mut self, num_steps: usize) {
+        let num_lines: usize = self.runs.iter().map(|(start, end)| (end - start).div_ceil(LINE_BYTES)).sum();
+        self.per_step = (16 * num_lines).div_ceil(num_steps.max(1));
+        self.due = 0;
+    }
+
+    /// Ask for the lines of a step.
     #[inline(always)]
     pub(super) fn step<S: Simd>(&mut self, simd: S) {
-        for _ in 0..self.lines_per_step {
-            let (run, byte) = self.next;
-            let Some(&start) = self.runs.get(run) else { return };
-            simd.prefetch(self.data.wrapping_add(start + byte));
-            let byte = byte + LINE_BYTES;
-            self.next = if byte < self.run_bytes { (run, byte) } else { (run + 1, 0) };
+        self.due += self.per_step;
+        while self.due >= 16 {
+            self.due -= 16;
+            if self.next >= self.end {
+                let Some(&(next, end)) = self.runs.get(self.run) else { return };
+                (self.run, self.next, self.end) = (self.run + 1, next, end);
+            }
+            simd.prefetch(self.next as *const u8);
+            self.next += LINE_BYTES;
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::tile::{tile_at, Tile, TILE};
+use super::tile::{Tile, TILE};
 use super::{soft_cap, Call, Partials, Unit};
 use crate::code::{convert, with_elements, Code};
 use crate::math::exp;
@@ -93,7 +93,7 @@ impl Rows<'_, '_> {
             let (query, q_head) = query_of(r);
             call.load_query(simd, unit.queries.start + query, q_head, row);
             for (element, &value) in row.iter().enumerate() {
-                q[element * width + lane] = value;
+                q[element * width + lane] = value * call.options.scale;
             }
         }
         tile_rows.resize(TILE * head_dim.max(head_dim_v), 0.0);
@@ -109,10 +109,9 @@ impl Rows<'_, '_> {
         let table = call.batch.table(unit.row);
         let mut start = keys.start;
         while start < keys.end {
-            let positions = tile_at(start, &keys);
-            let len = positions.len();
-            tile.locate(&call.k.paged, &call.v.paged, table, positions.clone());
-            let masked = positions.start < seen_by_all.start || positions.end > seen_by_all.end;
+            tile.locate(&call.k.paged, &call.v.paged, table, start, &keys);
+            let len = tile.len;
+            let masked = start < seen_by_all.start || start + len > seen_by_all.end;
             lanes.move_to(call, start, rows.clone().map(|r| unit.position + query_of(r).0));
 
             with_elements!(Elements, call.k.data, data => {
@@ -146,7 +145,7 @@ impl Rows<'_, '_> {
             } else {
                 simd.vectorize(MaskedProduct { values: tile_rows, len, width, weights, lanes, sums });
             }
-            start = positions.end;
+            start += len;
         }
 
         for (lane, r) in rows.enumerate() {

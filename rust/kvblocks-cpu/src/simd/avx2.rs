@@ -47,6 +47,7 @@ impl Simd for Avx2 {
     type M = __m256;
     const LANES: usize = 8;
     const VECTORS: usize = 2;
+    const BF16: bool = false;
 
     #[inline(always)]
     fn vectorize<T: Task>(self, task: T) -> T::Output {
@@ -228,6 +229,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_bits(self, from: *const u32) -> __m256i {
+        on_memory!(_mm256_loadu_si256(from.cast()))
+    }
+
+    #[inline(always)]
     unsafe fn load_u8(self, from: *const u8) -> __m256i {
         on_memory!(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())))
     }
@@ -289,6 +295,14 @@ impl Simd for Avx2 {
             let wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(from.cast()));
             _mm256_cvtph_ps(_mm_slli_epi16::<8>(wide))
         })
+    }
+
+    fn dot_pairs(self, _: __m256i, _: __m256i, c: __m256) -> __m256 {
+        c
+    }
+
+    unsafe fn look_up_pairs(self, _: *const u8, _: &[[u8; 128]; 2]) -> [__m256i; 2] {
+        [self.splat_bits(0); 2]
     }
 
     #[inline(always)]

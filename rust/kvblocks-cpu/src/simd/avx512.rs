@@ -1,14 +1,14 @@
-//! Sixteen lanes of AVX-512 (F, BW, DQ, VL).
+//! Sixteen lanes of AVX-512 (F, BW, DQ, VL), and the same with BF16 and VBMI.
 
 use std::arch::x86_64::*;
 
 use super::{Simd, Task};
 
-/// Witness that the processor has AVX-512 F, BW, DQ and VL.
+/// Witness that the processor has AVX-512 F, BW, DQ and VL; with `BF16`, also BF16 and VBMI.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512<const BF16: bool>(());
 
-impl Avx512 {
+impl Avx512<false> {
     pub(super) fn detect() -> Option<Self> {
         let detected = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -18,8 +18,20 @@ impl Avx512 {
     }
 }
 
+impl Avx512<true> {
+    pub(super) fn detect_bf16() -> Option<Self> {
+        let detected = is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi");
+        Avx512::detect().filter(|_| detected).map(|_| Self(()))
+    }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn with_features<T: Task>(simd: Avx512, task: T) -> T::Output {
+fn with_features<T: Task, const BF16: bool>(simd: Avx512<BF16>, task: T) -> T::Output {
+    task.run(simd)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")]
+fn with_all_features<T: Task, const BF16: bool>(simd: Avx512<BF16>, task: T) -> T::Output {
     task.run(simd)
 }
 
@@ -42,16 +54,17 @@ macro_rules! on_memory {
     }};
 }
 
-impl Simd for Avx512 {
+impl<const BF16: bool> Simd for Avx512<BF16> {
     type F = __m512;
     type I = __m512i;
     type M = __mmask16;
     const LANES: usize = 16;
     const VECTORS: usize = 4;
+    const BF16: bool = BF16;
 
     #[inline(always)]
     fn vectorize<T: Task>(self, task: T) -> T::Output {
-        on_registers!(with_features(self, task))
+        on_registers!(if BF16 { with_all_features(self, task) } else { with_features(self, task) })
     }
 
     #[inline(always)]
@@ -215,6 +228,11 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn load_bits(self, from: *const u32) -> __m512i {
+        on_memory!(_mm512_loadu_si512(from.cast()))
+    }
+
+    #[inline(always)]
     unsafe fn load_u8(self, from: *const u8) -> __m512i {
         on_memory!(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())))
     }
@@ -270,6 +288,42 @@ impl Simd for Avx512 {
         on_memory!({
             let wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(from.cast()));
             _mm512_cvtph_ps(_mm256_slli_epi16::<8>(wide))
+        })
+    }
+
+    #[inline(always)]
+    fn dot_pairs(self, a: __m512i, b: __m512i, c: __m512) -> __m512 {
+        on_registers!(if BF16 {
+            _mm512_dpbf16_ps(
+                c,
+                std::mem::transmute::<__m512i, __m512bh>(a),
+                std::mem::transmute::<__m512i, __m512bh>(b),
+            )
+        } else {
+            c
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn look_up_pairs(self, from: *const u8, tables: &[[u8; 128]; 2]) -> [__m512i; 2] {
+        on_memory!(if BF16 {
+            let codes = _mm512_loadu_si512(from.cast());
+            let [low, high] = [tables[0].as_ptr(), tables[1].as_ptr()];
+            let low = _mm512_permutex2var_epi8(
+                _mm512_loadu_si512(low.cast()),
+                codes,
+                _mm512_loadu_si512(low.add(64).cast()),
+            );
+            let high = _mm512_permutex2var_epi8(
+                _mm512_loadu_si512(high.cast()),
+                codes,
+                _mm512_loadu_si512(high.add(64).cast()),
+            );
+            // high | (codes & 0x80)
+            let high = _mm512_ternarylogic_epi64::<0xF8>(high, codes, _mm512_set1_epi8(-128));
+            [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
+        } else {
+            [self.splat_bits(0); 2]
         })
     }
 

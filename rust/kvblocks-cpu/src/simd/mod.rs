@@ -30,6 +30,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     const LANES: usize;
     /// Vectors of queries that a tile of prefill holds: with four keys each, their sums leave registers for operands.
     const VECTORS: usize;
+    /// Whether there are `dot_pairs` and `look_up_pairs`.
+    const BF16: bool;
 
     /// Run a task in a function of its own that has the features of this instruction set.
     fn vectorize<T: Task>(self, task: T) -> T::Output;
@@ -81,6 +83,7 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// or writable.
     unsafe fn load(self, from: *const f32) -> Self::F;
     unsafe fn store(self, to: *mut f32, a: Self::F);
+    unsafe fn load_bits(self, from: *const u32) -> Self::I;
     unsafe fn load_u8(self, from: *const u8) -> Self::I;
     /// Sign-extended.
     unsafe fn load_i8(self, from: *const i8) -> Self::I;
@@ -94,6 +97,22 @@ pub(crate) trait Simd: Copy + Send + Sync {
     unsafe fn store_f16(self, to: *mut u16, a: Self::F);
     unsafe fn load_e4m3(self, from: *const u8) -> Self::F;
     unsafe fn load_e5m2(self, from: *const u8) -> Self::F;
+
+    /// Both halves of each lane as bf16, in f32: the low ones, the high ones.
+    #[inline(always)]
+    fn unpair(self, a: Self::I) -> [Self::F; 2] {
+        [self.as_float(self.shift_left::<16>(a)), self.as_float(self.and(a, self.splat_bits(0xFFFF_0000)))]
+    }
+
+    /// The products of both halves of each lane as bf16, added to c; only where `BF16` is true.
+    fn dot_pairs(self, a: Self::I, b: Self::I, c: Self::F) -> Self::F;
+
+    /// Look 4 * LANES bytes up in two tables of their low 7 bits, keep the sign bit in the second result, and pair the
+    /// two bytes of each: 2 * LANES elements of 16 bits each. Only where `BF16` is true; see `Code::paired` for the order.
+    ///
+    /// # Safety
+    /// 4 * LANES bytes are readable.
+    unsafe fn look_up_pairs(self, from: *const u8, tables: &[[u8; 128]; 2]) -> [Self::I; 2];
 
     /// Ask for the cache line of an address, valid or not.
     fn prefetch(self, address: *const u8);
@@ -112,12 +131,14 @@ enum Kind {
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(avx512::Avx512),
+    Avx512(avx512::Avx512<false>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(avx512::Avx512<true>),
 }
 
 impl Isa {
     /// Names of all instruction sets that there are kernels for, the widest first.
-    pub const NAMES: [&'static str; 3] = ["avx512", "avx2", "portable"];
+    pub const NAMES: [&'static str; 4] = ["avx512bf16", "avx512", "avx2", "portable"];
 
     /// The instruction set of that name; None where the processor does not have it, or the name is unknown.
     pub fn named(name: &str) -> Option<Self> {
@@ -127,6 +148,8 @@ impl Isa {
             "avx2" => avx2::Avx2::detect().map(|simd| Self(Kind::Avx2(simd))),
             #[cfg(target_arch = "x86_64")]
             "avx512" => avx512::Avx512::detect().map(|simd| Self(Kind::Avx512(simd))),
+            #[cfg(target_arch = "x86_64")]
+            "avx512bf16" => avx512::Avx512::detect_bf16().map(|simd| Self(Kind::Avx512Bf16(simd))),
             _ => None,
         }
     }
@@ -147,29 +170,19 @@ impl Isa {
             Kind::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => "avx512bf16",
         }
     }
 
     /// f32 lanes of a vector.
     pub(crate) fn lanes(self) -> usize {
-        match self.0 {
-            Kind::Portable(_) => portable::Portable::LANES,
-            #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(_) => avx2::Avx2::LANES,
-            #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(_) => avx512::Avx512::LANES,
-        }
+        self.run(Lanes)
     }
 
     /// Queries of a unit whose lanes are queries.
     pub(crate) fn wide_rows(self) -> usize {
-        match self.0 {
-            Kind::Portable(_) => portable::Portable::VECTORS * portable::Portable::LANES,
-            #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(_) => avx2::Avx2::VECTORS * avx2::Avx2::LANES,
-            #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(_) => avx512::Avx512::VECTORS * avx512::Avx512::LANES,
-        }
+        self.run(WideRows)
     }
 
     pub(crate) fn run<T: Task>(self, task: T) -> T::Output {
@@ -179,6 +192,8 @@ impl Isa {
             Kind::Avx2(simd) => simd.vectorize(task),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(simd) => simd.vectorize(task),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(simd) => simd.vectorize(task),
         }
     }
 }
@@ -186,5 +201,27 @@ impl Isa {
 impl fmt::Debug for Isa {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(self.name())
+    }
+}
+
+struct Lanes;
+
+impl Task for Lanes {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> usize {
+        S::LANES
+    }
+}
+
+struct WideRows;
+
+impl Task for WideRows {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> usize {
+        S::VECTORS * S::LANES
     }
 }

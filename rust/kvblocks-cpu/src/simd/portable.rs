@@ -38,6 +38,7 @@ impl Simd for Portable {
     type M = [bool; LANES];
     const LANES: usize = LANES;
     const VECTORS: usize = 2;
+    const BF16: bool = false;
 
     #[inline(always)]
     fn vectorize<T: Task>(self, task: T) -> T::Output {
@@ -205,6 +206,12 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn load_bits(self, from: *const u32) -> I {
+        // SAFETY: the caller's.
+        unsafe { read(from) }
+    }
+
+    #[inline(always)]
     unsafe fn load_u8(self, from: *const u8) -> I {
         // SAFETY: the caller's.
         unsafe { read(from) }.map(u32::from)
@@ -256,6 +263,14 @@ impl Simd for Portable {
     unsafe fn load_e5m2(self, from: *const u8) -> F {
         // SAFETY: the caller's.
         unsafe { read(from) }.map(e5m2_value)
+    }
+
+    fn dot_pairs(self, _: I, _: I, c: F) -> F {
+        c
+    }
+
+    unsafe fn look_up_pairs(self, _: *const u8, _: &[[u8; 128]; 2]) -> [I; 2] {
+        [self.splat_bits(0); 2]
     }
 
     #[inline(always)]
