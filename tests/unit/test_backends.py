@@ -78,7 +78,7 @@ class TestCpu:
 
     def test_portable_kernels_are_always_there(self) -> None:
         assert cpu_simd()[-1] == "portable"
-        assert set(cpu_simd()) <= {"avx512", "avx2", "portable"}
+        assert set(cpu_simd()) <= {"avx512bf16", "avx512", "avx2", "portable"}
 
     def test_arguments_win_over_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("KVBLOCKS_CPU_SIMD", "portable")
