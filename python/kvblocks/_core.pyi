@@ -27,6 +27,7 @@ class _ScheduleOptions(TypedDict, total=False):
     policy: Literal["all", "fit"]
     pad_seqs: int
     pad_tokens: int
+    append: bool
 
 __version__: str
 
@@ -119,7 +120,7 @@ class Scheduled:
         """Length of the longest block table of the step."""
     @property
     def refusal(self) -> Later | Never | None:
-        """Why row `num_seqs` was not scheduled; `Later(0)`: the step's arrays are full."""
+        """Why row `num_seqs` was not scheduled; `Later(0)`: not in this step, whose arrays are full."""
     def __bool__(self) -> bool: ...
 
 @final
@@ -681,14 +682,17 @@ class StepBuffers:
         policy: Literal["all", "fit"] = "all",
         pad_seqs: int = 0,
         pad_tokens: int = 0,
+        append: bool = False,
     ) -> Scheduled:
         """Schedule the next `num_new[i]` tokens of each sequence and write the step's index arrays.
 
         Reserves `lookahead[i]` slots beyond them. Transactional: all rows, or under "fit" the longest prefix
         that fits, into the pool and into the buffers. Rows up to pad_seqs get length 0 and a null table, tokens
         up to pad_tokens slot -1. A row that holds the same sequence as in the last call is updated in its
-        changed columns only. Raises ValueError if the batch, or under "fit" a single row, exceeds the buffers.
-        O(sequences + tokens + changed columns).
+        changed columns only. append: add the rows to the step that the buffers hold, not padded yet, and
+        answer for the whole of it; so that requests which hit what its rows publish when scheduled run in the
+        same step. A row that would have to copy a block is then refused with `Later(0)`. Raises ValueError if
+        the batch, or under "fit" a single row, exceeds the buffers. O(sequences + tokens + changed columns).
         """
 
 # The kernels of rust/kvblocks-cpu, for kvblocks.backends.cpu, which checks their arguments. Arrays have one

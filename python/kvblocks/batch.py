@@ -117,7 +117,7 @@ class Step:
 
         The step's copies must run, for all layers, before its K/V is written.
         """
-        member = self._now.next
+        member = self._now if options.get("append") else self._now.next
         scheduled = member.schedule(handles, num_new, **options)
         if scheduled or options.get("policy") == "fit":
             member.scheduled = scheduled

@@ -199,7 +199,7 @@ class PagedKVCache:
         if self.residual is not None:
             self.residual.reserve(self.manager, _as_list(handles))
         scheduled = self.step.schedule(handles, num_new, **options)
-        if scheduled.num_copies:
+        if scheduled.num_copies and not options.get("append"):  # rows that are appended copy nothing
             self.backend.copy_blocks(self.layers, self.step.copies)
         if self.residual is not None and (scheduled or options.get("policy") == "fit"):
             self.residual.plan(

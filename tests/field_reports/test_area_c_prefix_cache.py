@@ -276,3 +276,56 @@ def test_p038_published_on_schedule_a_later_row_of_the_step_hits_it_and_abort_ta
     engine.manager.free(other)
     engine.manager.commit(handle, 20)
     engine.pool()
+
+
+def test_p038_rows_appended_to_a_step_hit_what_its_earlier_rows_publish() -> None:
+    engine = Engine(10, 16, publish="schedule", max_seqs=4, max_tokens=48)
+    one = engine.admit(range(40))
+    assert engine.step.schedule(one, 40)
+    answer = engine.ask([*range(32), 98, 99])
+    assert (answer.num_cached_tokens, answer.num_new_tokens) == (32, 2)
+    two = answer.handle
+    whole = engine.step.schedule(two, 2, append=True, pad_seqs=4, pad_tokens=48)
+    assert (whole.num_seqs, whole.num_tokens, whole.max_blocks, whole.num_copies) == (2, 42, 3, 0)
+    assert engine.table(one)[:2] == engine.table(two)[:2]
+    assert engine.step.block_tables.tolist() == [engine.table(one), engine.table(two), [0] * 3, [0] * 3]
+    assert engine.step.query_start_loc.tolist() == [0, 40, 42, 42, 42]
+    assert engine.step.seq_lens.tolist() == [40, 34, 0, 0]
+    assert engine.step.positions[:42].tolist() == [*range(40), 32, 33]
+    first = engine.table(two)[2] * 16
+    assert engine.step.slot_mapping[40:].tolist() == [first, first + 1, *[-1] * 6]
+    assert engine.step.changes.tolist() == [[0, 0, 3], [1, 0, 3]]
+    assert engine.manager.stats().num_steps == 1
+    # Taken back in turn: the later row first, with the blocks that it has hit.
+    with pytest.raises(ValueError, match="nobody has hit"):
+        engine.manager.abort_step(one)
+    engine.manager.abort_step(two)
+    engine.manager.free(two)
+    engine.manager.abort_step(one)
+    assert engine.hits(range(40)) == 0
+    engine.manager.free(one)
+    assert engine.pool() == (10, 0, 0, 0)
+
+
+def test_p038_a_row_is_appended_if_it_fits_and_copies_nothing() -> None:
+    engine = Engine(10, 4, publish="schedule", max_seqs=3, max_tokens=16)
+    one, tail = engine.admit(range(8)), engine.serve(range(50, 56))
+    (child,) = engine.manager.fork(tail).tolist()
+    assert engine.step.schedule(one, 8)
+    before, arrays = state(engine.manager, [one, tail, child]), engine.step.pack()
+    later = engine.step.schedule(child, 1, append=True)  # it would copy the tail that it shares
+    assert (later.num_seqs, later.num_tokens, later.refusal.num_blocks) == (1, 8, 0)
+    assert state(engine.manager, [one, tail, child]) == before
+    others = [engine.admit([100 + n] * 4) for n in range(3)]
+    with pytest.raises(ValueError, match="at most 2"):
+        engine.step.schedule(others, 4, append=True)
+    assert engine.step.pack() == arrays
+    fitted = engine.step.schedule([others[0], child, others[1]], [4, 1, 4], append=True, policy="fit")
+    assert (fitted.num_seqs, fitted.num_tokens, fitted.refusal.num_blocks) == (2, 12, 0)
+    fitted = engine.step.schedule([others[1], others[2]], 4, append=True, policy="fit", pad_tokens=16)
+    assert (fitted.num_seqs, fitted.num_tokens, fitted.refusal.num_blocks) == (3, 16, 0)
+    assert engine.step.seq_lens.tolist() == [8, 4, 4]
+    assert engine.step.schedule(tail, 0, pad_seqs=2)
+    with pytest.raises(ValueError, match="append finds a padded step"):
+        engine.step.schedule(others[2], 4, append=True)
+    engine.pool()

@@ -118,7 +118,7 @@ KEYWORDS = {
     "free": ("missing_ok",),
     "namespace_usage": ("adapter", "salt"),
     "drop_namespace": ("adapter", "salt"),
-    "schedule": ("lookahead", "policy", "pad_seqs", "pad_tokens"),
+    "schedule": ("lookahead", "policy", "pad_seqs", "pad_tokens", "append"),
     "block_hashes": ("seed", "algorithm", "parent", "adapter", "salt", "media"),
     "BlockManager": (
         "enable_prefix_cache", "watermark_blocks", "null_block", "seed", "algorithm", "full_hit", "publish", "merge",

@@ -105,3 +105,30 @@ class TestTables:
             ValueError, match=r"at most the 2 columns of block_tables; raise max_blocks_per_seq$"
         ):
             cache.schedule([handle], 48)
+
+
+def test_rows_appended_to_a_step_read_what_its_earlier_rows_write() -> None:
+    rng = np.random.default_rng(5)
+    values = rng.random((3, 100, 1, 4), np.float32)  # q, k and v of each token id
+    prompts = [list(range(40)), [*range(32), 98, 99]]
+
+    def attend(cache: kv.PagedKVCache, ids: list[int]) -> np.ndarray:
+        q, k, v = values[:, ids]
+        cache.write(0, k, v)
+        return cache.attend(0, q)
+
+    alone = make_cache()
+    seq = alone.manager.allocate(alone.manager.prepare(prompts[1]))
+    assert alone.schedule(seq.handle, 34)
+    expected = attend(alone, prompts[1])[32:]
+
+    cache = make_cache()
+    cache.manager = kv.BlockManager(8, 16, publish="schedule")
+    cache.step = kv.Step(cache.manager, max_seqs=2, max_tokens=64)
+    first = cache.manager.allocate(cache.manager.prepare(prompts[0]))
+    assert cache.schedule(first.handle, 40)
+    second = cache.manager.allocate(cache.manager.prepare(prompts[1]))
+    assert second.num_cached_tokens == 32
+    assert cache.schedule(second.handle, 2, append=True).num_tokens == 42
+    out = attend(cache, [*prompts[0], 98, 99])
+    np.testing.assert_allclose(out[40:], expected, rtol=1e-6)

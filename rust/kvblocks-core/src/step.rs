@@ -87,11 +87,56 @@ impl Manager {
     /// Schedule the next tokens of a batch and fill the index arrays of the step.
     ///
     /// Errors: lengths, stale, duplicate or preempted handles, negative counts, a batch (under `Policy::Fit` a row) larger
-    /// than the arrays, too many steps in flight. A refusal under `Policy::All` leaves manager and arrays unchanged. O(rows + tokens + changed
-    /// columns).
+    /// than the arrays, too many steps in flight. A refusal under `Policy::All` leaves manager and arrays unchanged.
+    /// O(rows + tokens + changed columns).
     pub fn schedule(&mut self, request: &StepRequest, out: &mut StepArrays) -> Result<Scheduled> {
+        let step = self.schedule_rows(request, out, true)?;
+        if step.refusal.is_none() || request.policy == Policy::Fit {
+            self.note_step();
+        }
+        Ok(step)
+    }
+
+    /// Add rows to the step that `out` holds, as `step` describes it: requests, say, that were admitted since and hit what
+    /// its rows have published. Returns the whole step.
+    ///
+    /// As `schedule`, but for rows that would have to copy a block: the copies of one step are made at once, and what an
+    /// earlier row copies from may have been given back since. Such a row is refused with `Later`, 0 blocks short. The
+    /// step must not be padded yet. O(rows + tokens + changed columns).
+    pub fn append(
+        &mut self,
+        request: &StepRequest,
+        out: &mut StepArrays,
+        step: &Scheduled,
+    ) -> Result<Scheduled> {
+        let rest = StepRequest {
+            pad_seqs: request.pad_seqs.saturating_sub(step.num_seqs),
+            pad_tokens: request.pad_tokens.saturating_sub(step.num_tokens),
+            ..*request
+        };
+        let more = self.schedule_rows(&rest, &mut out.behind(step), false)?;
+        if more.refusal.is_some() && request.policy == Policy::All {
+            return Ok(Scheduled { refusal: more.refusal, ..*step });
+        }
+        out.join(step, &more, rest.pad_seqs);
+        Ok(Scheduled {
+            num_seqs: step.num_seqs + more.num_seqs,
+            num_tokens: step.num_tokens + more.num_tokens,
+            num_copies: step.num_copies,
+            num_changes: step.num_changes + more.num_changes,
+            max_blocks: step.max_blocks.max(more.max_blocks),
+            refusal: more.refusal,
+        })
+    }
+
+    fn schedule_rows(
+        &mut self,
+        request: &StepRequest,
+        out: &mut StepArrays,
+        may_copy: bool,
+    ) -> Result<Scheduled> {
         let most_rows = self.check_step(request, out)?;
-        let (num_seqs, refusal) = self.plan_step(request, most_rows);
+        let (num_seqs, refusal) = self.plan_step(request, most_rows, may_copy);
         if refusal.is_some() && request.policy == Policy::All {
             return Ok(Scheduled { refusal, ..Scheduled::default() });
         }
@@ -117,7 +162,6 @@ impl Manager {
         self.counters.total.copied_blocks += step.num_copies as u64;
         out.pad(&mut step, request, self.padding());
         self.note_peaks();
-        self.note_step();
         Ok(step)
     }
 
@@ -305,7 +349,12 @@ impl Manager {
 
     /// Fill in `self.plan`; returns how many of `most_rows` fit and why the next row does not. Owners that will copy a
     /// shared block have already left it, for the rows that fit.
-    fn plan_step(&mut self, request: &StepRequest, most_rows: usize) -> (usize, Option<Refusal>) {
+    fn plan_step(
+        &mut self,
+        request: &StepRequest,
+        most_rows: usize,
+        may_copy: bool,
+    ) -> (usize, Option<Refusal>) {
         let capacity_blocks = self.capacity();
         let available = self.pool.num_available();
         let mut refusal = (most_rows < request.handles.len()).then_some(Refusal::Later { num_blocks: 0 });
@@ -325,6 +374,11 @@ impl Manager {
             };
             if need_blocks > capacity_blocks {
                 refusal = Some(Refusal::Never { need_blocks, capacity_blocks });
+                num_rows = plan.row;
+                break;
+            }
+            if !may_copy && plan.tail != Tail::Writable {
+                refusal = refusal.or(Some(Refusal::Later { num_blocks: 0 }));
                 num_rows = plan.row;
                 break;
             }

@@ -180,6 +180,29 @@ impl StepArrays<'_> {
         }
     }
 
+    /// What is left of the arrays behind a step that they hold; there are no copies behind it.
+    pub(crate) fn behind(&mut self, step: &Scheduled) -> StepArrays<'_> {
+        StepArrays {
+            block_tables: &mut self.block_tables[step.num_seqs * self.max_blocks..],
+            max_blocks: self.max_blocks,
+            slot_mapping: &mut self.slot_mapping[step.num_tokens..],
+            positions: &mut self.positions[step.num_tokens..],
+            seq_lens: &mut self.seq_lens[step.num_seqs..],
+            query_start_loc: &mut self.query_start_loc[step.num_seqs..],
+            copies: &mut [],
+            changes: &mut self.changes[3 * step.num_changes..],
+            rows: &mut self.rows[step.num_seqs..],
+        }
+    }
+
+    /// Count what was scheduled `behind` a step from the beginning of that step.
+    pub(crate) fn join(&mut self, step: &Scheduled, more: &Scheduled, pad_seqs: usize) {
+        let starts = &mut self.query_start_loc[step.num_seqs..][..=more.num_seqs.max(pad_seqs)];
+        starts.iter_mut().for_each(|start| *start += step.num_tokens as i32);
+        let changes = self.changes[3 * step.num_changes..].chunks_exact_mut(3).take(more.num_changes);
+        changes.for_each(|change| change[0] += step.num_seqs as i32);
+    }
+
     pub(crate) fn pad(&mut self, step: &mut Scheduled, request: &StepRequest, padding: i32) {
         for row in step.num_seqs..request.pad_seqs {
             let state = std::mem::take(&mut self.rows[row]);

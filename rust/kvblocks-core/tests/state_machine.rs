@@ -10,10 +10,10 @@ use std::collections::HashMap;
 
 use kvblocks_core::{
     AdmissionOptions, Algorithm, BlockHasher, BlockId, Config, Counts, Freed, FullHit, KeyValue, Keys,
-    Manager, Outcome, Policy, Prompt, Publish, Reuse, RowState, SeqHandle, Spare, StepArrays, StepRequest,
-    TransferHandle, Usage,
+    Manager, Outcome, Policy, Prompt, Publish, Reuse, RowState, Scheduled, SeqHandle, Spare, StepArrays,
+    StepRequest, TransferHandle, Usage,
 };
-use naive::{Ask, Naive, Name};
+use naive::{Ask, Behind, Naive, Name};
 use proptest::prelude::*;
 use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
 
@@ -31,6 +31,7 @@ enum Call {
     Schedule {
         rows: Vec<(usize, usize, usize, Vec<u32>)>,
         fit: bool,
+        layout: Layout,
     },
     Commit {
         rows: Vec<(usize, usize)>,
@@ -92,6 +93,14 @@ enum Call {
         namespace: u32,
     },
     ResetCache,
+}
+
+/// How rows are put into the step's arrays.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    is_padded: bool,
+    /// To the rows that stand there, unless those are padded.
+    is_appended: bool,
 }
 
 /// How a prompt is admitted.
@@ -212,8 +221,12 @@ impl ReferenceStateMachine for Reference {
         let ids = || prop::collection::vec(0..2u32, 1..4);
         prop_oneof![
             5 => (tokens(), Options::strategy()).prop_map(|(tokens, options)| Call::Allocate { tokens, options }),
-            8 => (prop::collection::vec((any::<usize>(), 0..9usize, 0..3usize, ids()), 1..5), any::<bool>())
-                .prop_map(|(rows, fit)| Call::Schedule { rows, fit }),
+            8 => (prop::collection::vec((any::<usize>(), 0..9usize, 0..3usize, ids()), 1..5), any::<[bool; 3]>())
+                .prop_map(|(rows, [fit, is_padded, is_appended])| Call::Schedule {
+                    rows,
+                    fit,
+                    layout: Layout { is_padded, is_appended },
+                }),
             8 => prop::collection::vec((any::<usize>(), 0..10usize), 1..4).prop_map(|rows| Call::Commit { rows }),
             8 => (any::<usize>(), 0..6usize, ids()).prop_map(|(seq, extra, ids)| Call::Advance { seq, extra, ids }),
             2 => (seqs(), 0..3usize).prop_map(|(seqs, num_children)| Call::Fork { seqs, num_children }),
@@ -252,6 +265,9 @@ struct Test {
     /// slot -> the token prefix whose last K/V stands there.
     storage: HashMap<i64, Vec<u32>>,
     step: Buffers,
+    /// What `step` holds.
+    held: Scheduled,
+    is_padded: bool,
     freed: Vec<SeqHandle>,
     transfers: HashMap<u32, TransferHandle>,
 }
@@ -330,7 +346,7 @@ impl Test {
         }
     }
 
-    fn schedule(&mut self, rows: &[(usize, usize, usize, Vec<u32>)], fit: bool) {
+    fn schedule(&mut self, rows: &[(usize, usize, usize, Vec<u32>)], fit: bool, layout: Layout) {
         let mut batch: Vec<(Name, usize, usize, Vec<u32>)> = Vec::new();
         for (pick, num_new, lookahead, ids) in rows {
             for name in self.reference.pick([*pick]) {
@@ -340,10 +356,10 @@ impl Test {
                 }
             }
         }
-        self.schedule_batch(batch, fit);
+        self.schedule_batch(batch, fit, layout);
     }
 
-    fn schedule_batch(&mut self, batch: Vec<(Name, usize, usize, Vec<u32>)>, fit: bool) {
+    fn schedule_batch(&mut self, batch: Vec<(Name, usize, usize, Vec<u32>)>, fit: bool, layout: Layout) {
         let handles: Vec<_> = batch.iter().map(|row| self.handle(row.0)).collect();
         let num_new: Vec<_> = batch.iter().map(|row| row.1 as i32).collect();
         let lookahead: Vec<_> = batch.iter().map(|row| row.2 as i32).collect();
@@ -352,28 +368,56 @@ impl Test {
             num_new: Counts::Each(&num_new),
             lookahead: Counts::Each(&lookahead),
             policy: if fit { Policy::Fit } else { Policy::All },
-            pad_seqs: self.reference.naive.max_seqs,
-            pad_tokens: self.reference.naive.max_tokens,
+            pad_seqs: if layout.is_padded { self.reference.naive.max_seqs } else { 0 },
+            pad_tokens: if layout.is_padded { self.reference.naive.max_tokens } else { 0 },
         };
-        if self.reference.naive.schedule_error(&batch, fit) {
-            self.manager.schedule(&request, &mut self.step.arrays()).unwrap_err();
+        let held = match layout.is_appended && !self.is_padded {
+            true => self.held,
+            false => Scheduled::default(),
+        };
+        let behind = Behind {
+            num_seqs: held.num_seqs,
+            num_tokens: held.num_tokens,
+            is_appended: layout.is_appended && !self.is_padded,
+        };
+        let mut schedule = |step: &mut Buffers| match behind.is_appended {
+            true => self.manager.append(&request, &mut step.arrays(), &held),
+            false => self.manager.schedule(&request, &mut step.arrays()),
+        };
+        if self.reference.naive.schedule_error(&batch, fit, behind) {
+            schedule(&mut self.step).unwrap_err();
             return;
         }
         let starts: Vec<_> = batch.iter().map(|row| self.reference.naive.seqs[&row.0].scheduled).collect();
-        let (expected_rows, expected_refusal) = self.naive().schedule(&batch, fit);
+        let (expected_rows, expected_refusal) = self.reference.naive.schedule(&batch, fit, behind);
         let shown = self.step.block_tables.clone();
-        let step = self.manager.schedule(&request, &mut self.step.arrays()).unwrap();
-        self.check_changes(shown, step.num_changes);
-        assert_eq!((step.num_seqs, step.refusal), (expected_rows, expected_refusal));
+        let mut step = schedule(&mut self.step).unwrap();
+        assert_eq!((step.num_seqs, step.refusal), (held.num_seqs + expected_rows, expected_refusal));
+        self.check_changes(shown, held.num_changes..step.num_changes);
         if step.refusal.is_some() && !fit {
+            assert_eq!(Scheduled { refusal: None, ..step }, Scheduled { refusal: None, ..held });
             return;
         }
-        self.run_step(&handles[..step.num_seqs], &batch, &starts, step.num_tokens, step.num_copies);
+        (self.held, self.is_padded) = (step, layout.is_padded);
+        if behind.is_appended {
+            assert_eq!(step.num_copies, held.num_copies);
+            step.num_copies = 0; // made already
+        }
+        self.run_step(&handles[..expected_rows], &batch, &starts, &held, &step);
+        let rows = step.num_seqs;
+        if layout.is_padded {
+            let (starts, lens) = (&self.step.query_start_loc[rows..], &self.step.seq_lens[rows..]);
+            assert!(starts.iter().all(|&start| start as usize == step.num_tokens));
+            assert!(lens.iter().all(|&len| len == 0));
+            assert!(self.step.slot_mapping[step.num_tokens..].iter().all(|&slot| slot == -1));
+            let padding = &self.step.block_tables[rows * MAX_BLOCKS..];
+            assert!(padding.iter().all(|&block| block == self.manager.padding()));
+        }
     }
 
     /// Whoever applies the changes to an old copy of the tables gets the new ones.
-    fn check_changes(&self, mut shown: Vec<i32>, num_changes: usize) {
-        for change in self.step.changes[..3 * num_changes].chunks(3) {
+    fn check_changes(&self, mut shown: Vec<i32>, added: std::ops::Range<usize>) {
+        for change in self.step.changes[3 * added.start..3 * added.end].chunks(3) {
             let [row, first, columns] = [change[0] as usize, change[1] as usize, change[2] as usize];
             assert!(columns > 0);
             let range = row * MAX_BLOCKS + first..row * MAX_BLOCKS + first + columns;
@@ -388,11 +432,11 @@ impl Test {
         handles: &[SeqHandle],
         batch: &[(Name, usize, usize, Vec<u32>)],
         starts: &[usize],
-        num_tokens: usize,
-        num_copies: usize,
+        held: &Scheduled,
+        step: &Scheduled,
     ) {
         let pairs: Vec<(i32, i32)> =
-            self.step.copies[..2 * num_copies].chunks(2).map(|pair| (pair[0], pair[1])).collect();
+            self.step.copies[..2 * step.num_copies].chunks(2).map(|pair| (pair[0], pair[1])).collect();
         for (i, &(src, dst)) in pairs.iter().enumerate() {
             assert!(pairs.iter().all(|&(other, _)| other != dst), "{dst} is source and destination");
             assert!(pairs[..i].iter().all(|&(_, other)| other != dst), "{dst} is written twice");
@@ -404,9 +448,10 @@ impl Test {
                 };
             }
         }
-        let mut at = 0;
-        for (row, &handle) in handles.iter().enumerate() {
-            let seq = self.reference.naive.seqs[&batch[row].0].clone();
+        let mut at = held.num_tokens;
+        for (i, &handle) in handles.iter().enumerate() {
+            let row = held.num_seqs + i;
+            let seq = self.reference.naive.seqs[&batch[i].0].clone();
             let table = self.manager.block_table(handle).unwrap();
             let table: Vec<i32> = table.iter().map(|block| block.export(self.manager.padding())).collect();
             let written = &self.step.block_tables[row * MAX_BLOCKS..][..MAX_BLOCKS];
@@ -419,19 +464,14 @@ impl Test {
             );
             assert_eq!(self.step.seq_lens[row] as usize, seq.scheduled);
             assert_eq!(self.step.query_start_loc[row] as usize, at);
-            for position in starts[row]..seq.scheduled {
+            for position in starts[i]..seq.scheduled {
                 assert_eq!(self.step.positions[at] as usize, position);
                 assert_eq!(self.step.slot_mapping[at], self.slot(handle, position));
                 self.storage.insert(self.step.slot_mapping[at], seq.tokens[..=position].to_vec());
                 at += 1;
             }
         }
-        assert_eq!(at, num_tokens);
-        assert!(self.step.query_start_loc[handles.len()..].iter().all(|&start| start as usize == at));
-        assert!(self.step.seq_lens[handles.len()..].iter().all(|&len| len == 0));
-        assert!(self.step.slot_mapping[at..].iter().all(|&slot| slot == -1));
-        let padding = &self.step.block_tables[handles.len() * MAX_BLOCKS..];
-        assert!(padding.iter().all(|&block| block == self.manager.padding()));
+        assert_eq!((at, self.step.query_start_loc[step.num_seqs] as usize), (step.num_tokens, at));
     }
 
     fn commit(&mut self, rows: &[(usize, usize)]) {
@@ -474,7 +514,8 @@ impl Test {
         let seq = &self.naive().seqs[&name];
         if !seq.preempted && seq.in_flight.is_empty() {
             let num_new = seq.known() - seq.scheduled + extra;
-            self.schedule_batch(vec![(name, num_new, 0, ids)], false);
+            let layout = Layout { is_padded: num_new.is_multiple_of(2), is_appended: false };
+            self.schedule_batch(vec![(name, num_new, 0, ids)], false, layout);
             if !self.naive().seqs[&name].in_flight.is_empty() {
                 self.commit_batch(vec![(name, num_new)]);
             }
@@ -628,6 +669,8 @@ impl StateMachineTest for Test {
             handles: HashMap::new(),
             histories: HashMap::new(),
             storage: HashMap::new(),
+            held: Scheduled::default(),
+            is_padded: false,
             freed: Vec::new(),
             transfers: HashMap::new(),
         }
@@ -639,7 +682,7 @@ impl StateMachineTest for Test {
                 let prompt = test.manager.preparer().prepare(tokens, keys(options.namespace)).unwrap();
                 test.allocate(&prompt, options, None);
             }
-            Call::Schedule { rows, fit } => test.schedule(&rows, fit),
+            Call::Schedule { rows, fit, layout } => test.schedule(&rows, fit, layout),
             Call::Commit { rows } => test.commit(&rows),
             Call::Advance { seq, extra, ids } => {
                 for name in test.reference.pick([seq]) {

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use kvblocks_core::{Policy, RowState, StepArrays, StepRequest};
+use kvblocks_core::{Policy, RowState, Scheduled, StepArrays, StepRequest};
 use numpy::{Element, PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -64,7 +64,14 @@ pub struct PyStepBuffers {
     packed: Py<PyArray1<i64>>,
     layout: Layout,
     max_blocks: usize,
-    rows: Mutex<Vec<RowState>>,
+    held: Mutex<Held>,
+}
+
+/// What the arrays hold.
+struct Held {
+    rows: Vec<RowState>,
+    step: Scheduled,
+    is_padded: bool,
 }
 
 fn writable<'py, T: Element, D: numpy::ndarray::Dimension>(
@@ -105,7 +112,11 @@ impl PyStepBuffers {
             packed: packed.unbind(),
             layout,
             max_blocks,
-            rows: Mutex::new(vec![RowState::default(); max_seqs]),
+            held: Mutex::new(Held {
+                rows: vec![RowState::default(); max_seqs],
+                step: Scheduled::default(),
+                is_padded: false,
+            }),
         })
     }
 
@@ -126,8 +137,11 @@ impl PyStepBuffers {
     }
 
     #[pyo3(
-        signature = (handles, num_new, *, lookahead=None, policy="all", pad_seqs=Int(0), pad_tokens=Int(0)),
-        text_signature = "($self, handles, num_new, *, lookahead=0, policy='all', pad_seqs=0, pad_tokens=0)"
+        signature = (
+            handles, num_new, *, lookahead=None, policy="all", pad_seqs=Int(0), pad_tokens=Int(0), append=false,
+        ),
+        text_signature = "($self, handles, num_new, *, lookahead=0, policy='all', pad_seqs=0, pad_tokens=0, \
+                          append=False)"
     )]
     #[allow(clippy::too_many_arguments)] // a step is described by that many things
     fn schedule(
@@ -139,6 +153,7 @@ impl PyStepBuffers {
         policy: &str,
         pad_seqs: Int,
         pad_tokens: Int,
+        append: bool,
     ) -> PyResult<PyScheduled> {
         let handles = Handles::new(handles)?;
         let num_new = CountArgument::new("num_new", num_new)?;
@@ -153,7 +168,8 @@ impl PyStepBuffers {
         };
         // Before any lock: in a forked child both may be held for ever.
         self.manager.get().check_process()?;
-        let mut rows = self.rows.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
+        let Held { rows, step, is_padded } = &mut *held;
         let mut block_tables = writable("block_tables", self.block_tables.bind(py))?;
         let mut packed = writable("packed", self.packed.bind(py))?;
         if packed.len() != self.layout.num_words() || block_tables.shape() != [rows.len(), self.max_blocks] {
@@ -173,9 +189,21 @@ impl PyStepBuffers {
             query_start_loc,
             copies,
             changes,
-            rows: &mut rows,
+            rows,
         };
-        let scheduled = self.manager.get().lock(py)?.schedule(&request, &mut out).map_err(to_python)?;
+        if append && *is_padded {
+            return Err(PyValueError::new_err("append finds a padded step: pad it in its last call"));
+        }
+        let mut manager = self.manager.get().lock(py)?;
+        let scheduled = match append {
+            true => manager.append(&request, &mut out, step),
+            false => manager.schedule(&request, &mut out),
+        };
+        let scheduled = scheduled.map_err(to_python)?;
+        if scheduled.refusal.is_none() || request.policy == Policy::Fit {
+            *step = scheduled;
+            *is_padded = request.pad_seqs > scheduled.num_seqs;
+        }
         Ok(PyScheduled(scheduled))
     }
 }

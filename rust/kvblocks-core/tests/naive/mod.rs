@@ -63,6 +63,14 @@ pub struct Seq {
     pub retired: Vec<(usize, usize)>,
 }
 
+/// What the arrays of a step hold already when rows are scheduled into them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Behind {
+    pub num_seqs: usize,
+    pub num_tokens: usize,
+    pub is_appended: bool,
+}
+
 /// How an admission is asked for.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
@@ -540,10 +548,11 @@ impl Naive {
         &mut self,
         rows: &[(Name, usize, usize, Vec<u32>)],
         fit: bool,
+        behind: Behind,
     ) -> (usize, Option<Refusal>) {
         self.taken.clear();
         let available = self.available();
-        let (num_rows, refusal) = self.try_schedule(rows, fit);
+        let (num_rows, refusal) = self.try_schedule(rows, fit, behind);
         self.settle_overwritten();
         self.count_evicting(available, &rows[..num_rows]);
         if self.publish == Publish::OnSchedule {
@@ -573,11 +582,21 @@ impl Naive {
     }
 
     /// Whether a batch, or under `fit` a single row, is larger than the arrays.
-    pub fn schedule_error(&self, rows: &[(Name, usize, usize, Vec<u32>)], fit: bool) -> bool {
+    pub fn schedule_error(&self, rows: &[(Name, usize, usize, Vec<u32>)], fit: bool, behind: Behind) -> bool {
+        let (seqs, most) = (self.max_seqs - behind.num_seqs, self.max_tokens - behind.num_tokens);
         let tokens = rows.iter().map(|row| row.1);
         match fit {
-            true => tokens.max() > Some(self.max_tokens),
-            false => rows.len() > self.max_seqs || tokens.sum::<usize>() > self.max_tokens,
+            true => tokens.max() > Some(most),
+            false => rows.len() > seqs || tokens.sum::<usize>() > most,
+        }
+    }
+
+    /// Whether a row writes into a block that others own too, or that is published.
+    fn needs_copy(&self, name: Name, num_new: usize) -> bool {
+        let seq = &self.seqs[&name];
+        num_new > 0 && !seq.scheduled.is_multiple_of(self.block_size) && {
+            let tail = &self.blocks[seq.table[seq.scheduled / self.block_size]];
+            tail.refs > 1 || tail.content.is_some()
         }
     }
 
@@ -585,13 +604,14 @@ impl Naive {
         &mut self,
         rows: &[(Name, usize, usize, Vec<u32>)],
         fit: bool,
+        behind: Behind,
     ) -> (usize, Option<Refusal>) {
         let mut trial = self.clone();
         let mut refusal = None;
         let mut num_tokens = 0;
         for (row, (name, num_new, lookahead, ids)) in rows.iter().enumerate() {
             num_tokens += num_new;
-            if row == self.max_seqs || num_tokens > self.max_tokens {
+            if behind.num_seqs + row == self.max_seqs || behind.num_tokens + num_tokens > self.max_tokens {
                 return (row, Some(Refusal::Later { num_blocks: 0 }));
             }
             let holes = self.seqs[name].table.iter().filter(|&&block| block == HOLE).count();
@@ -600,6 +620,9 @@ impl Naive {
             if need > self.capacity {
                 refusal = Some(Refusal::Never { need_blocks: need, capacity_blocks: self.capacity });
                 return (if fit { row } else { 0 }, refusal);
+            }
+            if behind.is_appended && trial.needs_copy(*name, *num_new) {
+                return (if fit { row } else { 0 }, refusal.or(Some(Refusal::Later { num_blocks: 0 })));
             }
             trial.schedule_row(*name, *num_new, *lookahead, ids);
             if trial.debt > 0 {
