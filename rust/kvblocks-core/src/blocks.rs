@@ -117,10 +117,22 @@ impl Blocks {
         prefetch(&self.records, block.index());
     }
 
+    /// Ask for the reference count of a block, ahead of its use.
+    #[inline]
+    pub fn prefetch_refs(&self, block: BlockId) {
+        prefetch(&self.refs, block.index());
+    }
+
     /// Ask for the tokens of a block, ahead of their use.
     #[inline]
     pub fn prefetch_tokens(&self, block: BlockId) {
-        prefetch(&self.tokens, block.index() * self.block_size);
+        self.prefetch_token(block, 0);
+    }
+
+    /// Ask for one token of a block, ahead of its use.
+    #[inline]
+    pub fn prefetch_token(&self, block: BlockId, offset: usize) {
+        prefetch(&self.tokens, block.index() * self.block_size + offset);
     }
 
     pub fn digest(&self, block: BlockId) -> Digest {

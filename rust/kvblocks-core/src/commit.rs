@@ -4,11 +4,13 @@
 //! `num_computed` are published; under `Publish::OnSchedule` those wholly below `num_scheduled` whose ids are known.
 
 use crate::error::{Error, Result};
+use crate::hash::Digest;
 use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{settle, Counts, Manager};
 use crate::pool::{Pool, AHEAD};
 use crate::prefix;
 use crate::sequence::{InFlight, Sequence};
+use crate::sequences::SEQS_AHEAD;
 
 impl Manager {
     /// Accept the first `counts` tokens of the oldest step in flight of each sequence.
@@ -21,14 +23,21 @@ impl Manager {
         self.next_batch();
         let (mut num_unknown, mut num_accepted) = (0, 0);
         for (row, &handle) in handles.iter().enumerate() {
+            self.seqs.prefetch(handles.get(row + SEQS_AHEAD));
             let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
             if seq.seen == self.batch {
                 return Err(Error::DuplicateHandle(handle));
             }
             seq.seen = self.batch;
             let count = counts.at(row);
-            if seq.in_flight.oldest().is_none_or(|step| count != step.num_new as usize) {
-                check_partial(seq, &self.pool, row, handle, count)?;
+            match seq.in_flight.oldest() {
+                Some(step) if count == step.num_new as usize => {
+                    self.pool.prefetch_token(step.block, seq.computed);
+                    if self.size.offset(seq.num_computed()) + count >= self.size.get() {
+                        seq.prefetch_tip();
+                    }
+                }
+                _ => check_partial(seq, &self.pool, row, handle, count)?,
             }
             num_unknown += (seq.num_computed() + count).saturating_sub(seq.num_known());
             num_accepted += count;
@@ -39,28 +48,20 @@ impl Manager {
         } else if ids.len() != num_unknown {
             return Err(Error::Length { argument: "tokens", got: ids.len(), expected: num_unknown });
         }
-        let mut rest = ids;
-        // Slots written by plain rows, of neighbours in the same namespace.
-        let (mut num_written, mut namespace) = (0, 0);
-        for (row, &handle) in handles.iter().enumerate() {
+        let (mut row, mut rest) = (0, ids);
+        loop {
+            let num_plain = self.accept_plain_rows(&handles[row..], |at| counts.at(row + at), rest);
+            (row, rest) = (row + num_plain, &rest[num_plain..]);
+            self.publish_filled();
+            let Some(&handle) = handles.get(row) else { break };
             let seq = &mut self.seqs[handle];
             let count = counts.at(row);
             let unknown = (seq.num_computed() + count).saturating_sub(seq.num_known());
             let (own, others) = rest.split_at(if all_given { count } else { unknown });
-            rest = others;
+            (row, rest) = (row + 1, others);
             let Some(step) = seq.in_flight.pop_oldest() else { continue };
-            match own {
-                [id] if unknown == 1 && step.block != BlockId::HOLE => {
-                    if seq.namespace != namespace {
-                        self.pool.count_written(std::mem::take(&mut num_written), namespace);
-                        namespace = seq.namespace;
-                    }
-                    num_written += self.pool.store_one(step.block, self.size.offset(seq.num_computed()), *id);
-                    seq.computed += 1;
-                }
-                _ => accept(seq, &mut self.pool, count, &own[own.len() - unknown..]),
-            }
-            if self.merge && !seq.retired.is_empty() {
+            accept(seq, &mut self.pool, count, &own[own.len() - unknown..]);
+            if !seq.retired.is_empty() {
                 release_retired(seq, &mut self.pool, |steps| steps - 1);
             }
             if self.size.offset(seq.num_computed()) < count {
@@ -76,10 +77,68 @@ impl Manager {
                 settle(seq, &mut self.counters, &mut self.pool);
             }
         }
-        self.pool.count_written(num_written, namespace);
         // A merge may revive a cached block before the steps in flight let go of the one it replaces.
         self.note_peaks();
         Ok(())
+    }
+
+    /// Accept the leading rows that are plain, given what follows of the ids; returns how many. A plain row has one token,
+    /// whose block is at hand and whose id was not known. Those that fill their block are left in `self.filled`.
+    #[inline(never)]
+    fn accept_plain_rows(
+        &mut self,
+        handles: &[SeqHandle],
+        counts: impl Fn(usize) -> usize,
+        ids: &[u32],
+    ) -> usize {
+        // Slots written, of neighbours in the same namespace.
+        let (mut written, mut namespace, mut num_plain) = (0, 0, 0);
+        for (&handle, &id) in handles.iter().zip(ids) {
+            let seq = &mut self.seqs[handle];
+            let Some(step) = seq.in_flight.oldest() else { break };
+            let offset = self.size.offset(seq.num_computed());
+            let is_plain = counts(num_plain) == 1
+                && step.block != BlockId::HOLE
+                && seq.computed >= seq.prompted
+                && !self.merge;
+            if !is_plain {
+                break;
+            }
+            if seq.namespace != namespace {
+                self.pool.count_written(std::mem::take(&mut written), namespace);
+                namespace = seq.namespace;
+            }
+            written += self.pool.store_one(step.block, offset, id);
+            seq.computed += 1;
+            seq.in_flight.pop_oldest();
+            num_plain += 1;
+            if offset + 1 == self.size.get() {
+                self.filled.push((handle, Digest::default()));
+            }
+        }
+        self.pool.count_written(written, namespace);
+        num_plain
+    }
+
+    /// Publish the blocks that plain rows have filled: all digests first, and what they lead to is asked for.
+    fn publish_filled(&mut self) {
+        for (handle, digest) in &mut self.filled {
+            let seq = &self.seqs[*handle];
+            if let (true, Some(index)) =
+                (seq.may_publish(seq.num_published + 1, &self.pool), &self.pool.index)
+            {
+                let column = seq.num_published;
+                *digest = self.pool.digest(seq.blocks[column], &seq.tip, seq.prompt.extra(column));
+                index.prefetch(prefix::fragment(digest));
+            }
+        }
+        for (handle, digest) in self.filled.drain(..) {
+            let seq = &mut self.seqs[handle];
+            seq.keep_room_to_grow();
+            if seq.may_publish(seq.num_published + 1, &self.pool) {
+                seq.publish_until(seq.num_published + 1, Some(&digest), &mut self.pool, false);
+            }
+        }
     }
 
     /// Compare the ids that are known with those given for all accepted tokens.
@@ -184,6 +243,10 @@ fn roll_back(seq: &mut Sequence, pool: &mut Pool, scheduled: usize, step: InFlig
     seq.reserved = step.reserved_before.max(seq.scheduled).min(seq.reserved);
     seq.shrink(size.blocks(seq.num_reserved()), pool);
     seq.room = 0;
+    let tail = seq.blocks.get(size.column(scheduled));
+    if tail.is_some_and(|&tail| tail != BlockId::HOLE && pool.is_private(tail)) {
+        seq.aim(size);
+    }
 }
 
 /// Release merged blocks that no step in flight reads any more, `left` of the steps that each waited for being left.
@@ -210,7 +273,7 @@ impl Sequence {
     pub(crate) fn publish_full(&mut self, pool: &mut Pool, merge: bool) {
         let full = pool.block_size.column(self.num_computed());
         if self.may_publish(full, pool) {
-            self.publish_until(full, pool, merge);
+            self.publish_until(full, None, pool, merge);
         }
     }
 
@@ -221,7 +284,7 @@ impl Sequence {
         if self.may_publish(full, pool) {
             let from = self.num_published.max(size.column(self.num_computed())) * size.get();
             pool.store(&self.blocks, self.namespace, from, &self.prompt.ids[from..full * size.get()]);
-            self.publish_until(full, pool, false);
+            self.publish_until(full, None, pool, false);
         }
     }
 
@@ -231,12 +294,13 @@ impl Sequence {
         self.num_published < full && pool.index.is_some() && !self.unlisted
     }
 
-    fn publish_until(&mut self, full: usize, pool: &mut Pool, merge: bool) {
+    /// Publish up to column `full`; `digest` is that of the next block, if it is at hand.
+    fn publish_until(&mut self, full: usize, digest: Option<&Digest>, pool: &mut Pool, merge: bool) {
         let size = pool.block_size.get();
         pool.namespaces.add_refs(self.namespace, full - self.num_published);
         for column in self.num_published..full {
             let in_prompt = (column + 1) * size <= self.prompt_len();
-            let digest = if in_prompt { self.prompt.hashes.get(column) } else { None };
+            let digest = if in_prompt { self.prompt.hashes.get(column) } else { digest };
             let block = self.blocks[column];
             if let (Some(ahead), Some(index)) = (self.prompt.hashes.get(column + AHEAD), &pool.index) {
                 index.prefetch(prefix::fragment(ahead));

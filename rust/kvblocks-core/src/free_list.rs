@@ -70,6 +70,13 @@ impl FreeList {
         Some(BlockId(block))
     }
 
+    /// The recycled block that is taken after `count` others. O(1).
+    #[inline]
+    pub fn peek_recycled(&self, count: usize) -> Option<BlockId> {
+        let at = self.recycled.len().checked_sub(1 + count)?;
+        Some(BlockId(self.recycled[at]))
+    }
+
     /// Give back a block without content. O(1).
     #[inline]
     pub fn push_unpublished(&mut self, block: BlockId, blocks: &mut Blocks) {

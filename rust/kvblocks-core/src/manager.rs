@@ -8,7 +8,7 @@ use slotmap::SlotMap;
 use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
 use crate::free_list::Reuse;
-use crate::hash::BlockHasher;
+use crate::hash::{BlockHasher, Digest};
 use crate::ids::{BlockId, SeqHandle, TransferKey};
 use crate::keys::{namespace_matches, Keys};
 use crate::pool::Pool;
@@ -126,6 +126,8 @@ pub struct Manager {
     pub(crate) hits: Vec<BlockId>,
     /// Scratch of a step: the rows that need something from the pool.
     pub(crate) plan: Vec<RowPlan>,
+    /// Scratch of a commit: sequences that have filled a block, and its digest.
+    pub(crate) filled: Vec<(SeqHandle, Digest)>,
     /// Tables of ended sequences, to be used again.
     pub(crate) spare_tables: Vec<Vec<BlockId>>,
 }
@@ -183,6 +185,7 @@ impl Manager {
             batch: 0,
             hits: Vec::new(),
             plan: Vec::new(),
+            filled: Vec::new(),
             spare_tables: Vec::new(),
         })
     }

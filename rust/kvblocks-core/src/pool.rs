@@ -145,6 +145,15 @@ impl Pool {
         Some(block)
     }
 
+    /// Ask for what is known of the block that will be taken after `count` others, if it is one without content.
+    #[inline]
+    pub fn prefetch_free(&self, count: usize) {
+        if let Some(block) = self.list.peek_recycled(count) {
+            self.blocks.prefetch_refs(block);
+            self.blocks.prefetch(block);
+        }
+    }
+
     /// `take`, `count` times, onto the end of a table that has room; the caller has seen that so many are available.
     pub fn take_many(&mut self, count: usize, namespace: u32, table: &mut Vec<BlockId>) {
         let num_evicted = count.saturating_sub(self.list.num_unqueued() as usize);
@@ -383,6 +392,13 @@ impl Pool {
         self.count_written(raised, namespace);
     }
 
+    /// Ask for where a token goes, ahead of `store_one`.
+    #[inline]
+    pub fn prefetch_token(&self, block: BlockId, position: u32) {
+        self.blocks.prefetch(block);
+        self.blocks.prefetch_token(block, self.block_size.offset(position as usize));
+    }
+
     /// Write the id of one token and raise its block's mark; returns by how much, which the caller counts. O(1).
     #[inline]
     pub fn store_one(&mut self, block: BlockId, offset: usize, id: u32) -> u32 {
@@ -466,6 +482,13 @@ impl Pool {
         }
     }
 
+    /// Digest of a full block after `parent`. O(block_size).
+    #[inline]
+    pub fn digest(&self, block: BlockId, parent: &Link, extra: Option<&Arc<[u8]>>) -> Digest {
+        let extra = extra.map_or(&[][..], |extra| &extra[..]);
+        self.hasher.block(parent.digest, self.blocks.tokens(block), extra)
+    }
+
     /// Publish a full live block after `parent`; `digest` where it is known already. Returns its chain value, and the
     /// older block with the same content if there is one. The caller counts it in its namespace. O(block_size).
     #[inline]
@@ -476,10 +499,11 @@ impl Pool {
         digest: Option<&Digest>,
         extra: Option<&Arc<[u8]>>,
     ) -> Option<(Link, Option<BlockId>)> {
+        let digest = match digest {
+            Some(digest) => *digest,
+            None => self.digest(block, parent, extra),
+        };
         let index = self.index.as_mut()?;
-        let digest = digest.copied().unwrap_or_else(|| {
-            self.hasher.block(parent.digest, self.blocks.tokens(block), extra.map_or(&[], |extra| &extra[..]))
-        });
         let (content, older) = index.publish(block, &digest, parent.content, extra, &mut self.blocks);
         Some((Link { digest, content }, older))
     }

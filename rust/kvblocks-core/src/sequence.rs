@@ -1,4 +1,4 @@
-//! One sequence: its cursors, its block table, its steps in flight. Imports `block_size`, `ids`, `pool`, `prefix`,
+//! One sequence: its cursors, its block table, its steps in flight. Imports `block_size`, `ids`, `pool`, `prefetch`, `prefix`,
 //! `prompt`.
 //!
 //! Invariants (all in tokens): `num_computed <= num_scheduled <= num_reserved`, and the table holds exactly
@@ -6,12 +6,14 @@
 //! computed tokens stand in their blocks, later ones (and those of holes) in the prompt. Blocks `0..num_published` have
 //! been offered to the prefix cache. `epoch` changes whenever an existing column does.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 
 use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::pool::Pool;
+use crate::prefetch::prefetch;
 use crate::prefix::{self, ContentId, Link};
 use crate::prompt::Tokens;
 
@@ -138,10 +140,10 @@ pub(crate) struct Sequence {
     /// not known.
     pub room: u32,
     pub namespace: u32,
-    pub in_flight: Pipeline,
     pub is_preempted: bool,
     /// Its namespace was dropped, or the parent of its next block: what it computes is not published.
     pub unlisted: bool,
+    pub in_flight: Pipeline,
     pub blocks: Vec<BlockId>,
     pub share: Share,
     /// Holes among `blocks`.
@@ -160,7 +162,25 @@ pub(crate) struct Sequence {
     pub retired: Vec<(BlockId, usize)>,
 }
 
+const _: () =
+    assert!(offset_of!(Sequence, in_flight) + offset_of!(Pipeline, steps) + size_of::<InFlight>() == 64);
+
 impl Sequence {
+    /// Ask for what a row that needs a block reads and writes beside the first line.
+    pub fn prefetch_table(&self) {
+        prefetch(std::slice::from_ref(&self.blocks), 0);
+        prefetch(std::slice::from_ref(&self.num_holes), 0);
+        prefetch(std::slice::from_ref(&self.max_tokens), 0);
+    }
+
+    /// Ask for what publishing its next block reads and writes.
+    #[inline]
+    pub fn prefetch_tip(&self) {
+        prefetch(std::slice::from_ref(&self.blocks), 0);
+        prefetch(std::slice::from_ref(&self.num_published), 0);
+        prefetch(std::slice::from_ref(&self.prompt), 0);
+    }
+
     pub fn new(prompt: Arc<Tokens>, namespace: u32) -> Self {
         Self {
             generation: 0,

@@ -1,4 +1,4 @@
-//! The sequences of a manager, by handle. Imports `ids`, `prompt`, `sequence`.
+//! The sequences of a manager, by handle. Imports `ids`, `prefetch`, `prompt`, `sequence`.
 //!
 //! An arena of our own, since a decode step is mostly a walk over it: the generation stands in the first cache line of
 //! the sequence, next to the cursors that the step reads anyway.
@@ -8,8 +8,12 @@ use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
 use crate::ids::SeqHandle;
+use crate::prefetch::prefetch;
 use crate::prompt::Tokens;
 use crate::sequence::Sequence;
+
+/// Rows to look ahead in a batch: memory that is far away takes as long as some 20 rows.
+pub(crate) const SEQS_AHEAD: usize = 16;
 
 /// Sequences by handle.
 pub(crate) struct Sequences {
@@ -56,6 +60,14 @@ impl Sequences {
         let seq = std::mem::replace(place, vacated);
         self.vacant.push(handle.index() as u32);
         Some(seq)
+    }
+
+    /// Ask for a sequence of a later row, if there is such a row.
+    #[inline]
+    pub fn prefetch(&self, handle: Option<&SeqHandle>) {
+        if let Some(handle) = handle {
+            prefetch(&self.places, handle.index());
+        }
     }
 
     #[inline]

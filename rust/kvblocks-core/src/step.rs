@@ -14,7 +14,9 @@ use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{check_member, settle, Counts, Manager, Publish, Refusal};
 use crate::pool::Pool;
+use crate::prefetch::prefetch;
 use crate::sequence::{Sequence, MAX_IN_FLIGHT};
+use crate::sequences::SEQS_AHEAD;
 use crate::stats::note_evictions;
 use crate::step_arrays::StepArrays;
 
@@ -192,10 +194,8 @@ impl Manager {
             self.pool.take_many(plan.num_new_blocks, seq.namespace, &mut seq.blocks);
             note_evictions(&mut self.counters, &mut self.pool, seq.namespace, evictions);
             seq.num_cols = seq.blocks.len() as u32;
-            match num_new {
-                // The tail is made writable when something is written.
-                0 => seq.room = 0,
-                _ => seq.aim(self.size),
+            if num_new > 0 {
+                seq.aim(self.size);
             }
         }
         let ahead = seq.reserved - seq.scheduled;
@@ -298,6 +298,7 @@ impl Manager {
         let max_tokens = out.slot_mapping.len().min(u32::MAX as usize) as u32;
         for (at, &handle) in handles.iter().enumerate() {
             let [num_new, lookahead] = counts(at);
+            self.seqs.prefetch(handles.get(at + SEQS_AHEAD));
             let Some(seq) = self.seqs.get_mut(handle) else { return at };
             let is_ready = seq.seen != batch
                 && num_new > 0
@@ -334,8 +335,12 @@ impl Manager {
         if end > i32::MAX as usize {
             return wrong("num_new", num_new, format!("a sequence of at most {} tokens", i32::MAX));
         }
-        // Beyond the capacity the answer is Never, not an error.
-        let columns = self.size.blocks(end).min(capacity + seq.num_holes).max(seq.blocks.len());
+        let num_cols = seq.num_cols as usize;
+        let mut columns = self.size.blocks(end).max(num_cols);
+        if columns > capacity {
+            // Beyond the capacity the answer is Never, not an error.
+            columns = columns.min(capacity + seq.num_holes).max(num_cols);
+        }
         if columns > out.max_blocks {
             let columns_of = "columns of block_tables; raise max_blocks_per_seq";
             return wrong(
@@ -344,6 +349,8 @@ impl Manager {
                 format!("at most the {} {columns_of}", out.max_blocks),
             );
         }
+        seq.prefetch_table();
+        prefetch(out.block_tables, row * out.max_blocks + num_cols);
         Ok(())
     }
 
@@ -363,9 +370,11 @@ impl Manager {
             let seq = &self.seqs[request.handles[plan.row]];
             let num_new = request.num_new.at(plan.row);
             let columns = self.size.blocks(seq.num_scheduled() + num_new + request.lookahead.at(plan.row));
-            plan.num_new_blocks = columns.saturating_sub(seq.blocks.len());
+            plan.num_new_blocks = columns.saturating_sub(seq.num_cols as usize);
             // A window that moves on holds no more than what is not dropped.
             let need_blocks = columns.saturating_sub(seq.num_holes);
+            prefetch(&seq.blocks, (seq.num_cols as usize).saturating_sub(1));
+            self.pool.prefetch_free(need);
             let written = seq.partial_tail(self.size).filter(|_| num_new > 0);
             plan.tail = match written {
                 Some(block) if self.pool.refs(block) > 1 => Tail::CopyShared,
