@@ -111,6 +111,20 @@ impl Blocks {
         &mut self.refs[block.index()]
     }
 
+    /// The reference counts of all blocks.
+    #[inline]
+    pub fn all_refs_mut(&mut self) -> &mut [u32] {
+        &mut self.refs
+    }
+
+    /// Give a block that nobody owns its first owner.
+    #[inline]
+    pub fn begin(&mut self, block: BlockId, namespace: u32) {
+        self.refs[block.index()] = 1;
+        let record = &mut self.records[block.index()];
+        (record.fill, record.namespace) = (0, namespace);
+    }
+
     /// Ask for what is known of a block, ahead of its use.
     #[inline]
     pub fn prefetch(&self, block: BlockId) {

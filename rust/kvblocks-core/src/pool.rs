@@ -156,12 +156,19 @@ impl Pool {
 
     /// `take`, `count` times, onto the end of a table that has room; the caller has seen that so many are available.
     pub fn take_many(&mut self, count: usize, namespace: u32, table: &mut Vec<BlockId>) {
-        let num_evicted = count.saturating_sub(self.list.num_unqueued() as usize);
+        let num_taken = count.min(self.list.num_unqueued() as usize);
+        for _ in 0..num_taken {
+            if let Some(block) = self.list.pop_unqueued() {
+                self.blocks.begin(block, namespace);
+                table.push(block);
+            }
+        }
         let mut evictions = Evictions { ahead: self.list.front(), ..Evictions::default() };
+        let num_evicted = count - num_taken;
         for _ in 0..AHEAD.min(num_evicted) {
             self.look_ahead(&mut evictions);
         }
-        for _ in 0..count {
+        for _ in 0..num_evicted {
             table.extend(self.take_uncounted(namespace, &mut evictions));
         }
         self.count_evictions(&evictions);
@@ -175,9 +182,7 @@ impl Pool {
             Some(block) => block,
             None => self.pop_queued(evictions)?,
         };
-        *self.blocks.refs_mut(block) = 1;
-        let record = &mut self.blocks[block];
-        (record.fill, record.namespace) = (0, namespace);
+        self.blocks.begin(block, namespace);
         Some(block)
     }
 
@@ -247,22 +252,26 @@ impl Pool {
     /// owns any more). O(blocks).
     pub fn release_tail(&mut self, tail: &[BlockId], namespace: u32) -> (usize, usize) {
         let (mut num_holes, mut num_orphans, mut num_cached, mut slots) = (0, 0, 0, 0);
-        let no_holds = self.holds.is_empty();
         for chunk in tail.rchunks(CHUNK) {
             // First the reference counts, which stand close together, then what nobody owns any more.
             let (mut orphans, mut len) = ([BlockId::HOLE; CHUNK], 0);
+            let refs = self.blocks.all_refs_mut();
             for &block in chunk.iter().rev() {
                 if block == BlockId::HOLE {
                     num_holes += 1;
                     continue;
                 }
-                let refs = self.blocks.refs_mut(block);
+                let refs = &mut refs[block.index()];
                 *refs -= 1;
-                let refs = *refs;
-                orphans[len] = block;
-                len += usize::from(refs == 0);
-                if !no_holds && refs > 0 && self.is_held(block, refs) {
-                    self.become_held(block);
+                orphans[len % CHUNK] = block;
+                len += usize::from(*refs == 0);
+            }
+            if !self.holds.is_empty() {
+                for &block in chunk.iter().rev().filter(|&&block| block != BlockId::HOLE) {
+                    let refs = self.refs(block);
+                    if refs > 0 && self.is_held(block, refs) {
+                        self.become_held(block);
+                    }
                 }
             }
             let orphans = &orphans[..len];
