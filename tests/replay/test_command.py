@@ -277,6 +277,29 @@ def test_a_trace_without_times_is_saturated(tmp_path: Path, capsys: pytest.Captu
     assert "has no times of arrival" in capsys.readouterr().err
 
 
+def test_nobody_fits(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = [
+        "--html",
+        str(tmp_path / "page.html"),
+        "--plots",
+        str(tmp_path),
+        "--csv",
+        str(tmp_path / "rows.csv"),
+    ]
+    answer = replay(capsys, trace, "--max-context", "10", "--size", *outputs)
+    assert {(r["completed"], r["rejected_too_long"]) for r in answer["results"]} == {(0, 4)}
+    answer = replay(capsys, trace, "--pool", "16", "--policy", "paged,oracle", *outputs)
+    assert {(r["completed"], r["rejected_never_fits"]) for r in answer["results"]} == {(0, 4)}
+
+
+@pytest.mark.parametrize(("pool", "is_said"), [("400", True), ("4000", False)])
+def test_an_engine_that_cannot_keep_up_is_said_so(
+    trace: Path, pool: str, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(trace), "--pool", pool, "--policy", "oracle", "--inter-token-ms", "500"]) == 0
+    assert ("the engine cannot keep up" in capsys.readouterr().out) is is_said
+
+
 def test_interrupted_it_prints_and_writes_what_it_has(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

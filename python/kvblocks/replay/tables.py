@@ -15,8 +15,8 @@ from kvblocks.replay.scenario import Result
 from kvblocks.replay.sizing import Sizing
 from kvblocks.traces.trace import Trace
 
-# A replay that takes longer than the arrivals by this factor is remarked on.
-_LATE: Final = 1.25
+# A mean time in the queue of more than this share of the time in which requests came is remarked on.
+_LATE: Final = 0.1
 
 
 def percent(share: float) -> str:
@@ -187,11 +187,13 @@ def _paging_note(results: Sequence[Result]) -> str:
 
 def _keeping_up_note(results: Sequence[Result], span_s: float | None) -> str:
     """A warning where the queue has grown all along."""
-    if span_s is None or results[0].time_unit != "s" or all(r.duration < _LATE * span_s for r in results):
+    if span_s is None or results[0].time_unit != "s":
+        return ""
+    if all((r.queue_mean or 0.0) <= _LATE * span_s for r in results):
         return ""
     return (
-        f"Requests came for {time(span_s)} s: what takes much longer cannot keep up, be it for its pool or for "
-        "--prefill-rate."
+        f"Requests came for {time(span_s)} s. Where they queue for long, the engine cannot keep up: its pool is too "
+        "small, or its rates are too low."
     )
 
 
