@@ -232,6 +232,13 @@ def test_empty_requests_and_repeated_ids_are_counted(tmp_path: Path) -> None:
     assert (trace.skipped.empty_requests, trace.skipped.repeated_ids) == (2, 1)
 
 
+def test_times_in_another_unit(tmp_path: Path) -> None:
+    seconds = write(tmp_path, mooncake() + mooncake(timestamp=3))
+    assert columns(read_trace(seconds, time_unit_s=1.0))[1][0] == 3.0
+    milliseconds = write(tmp_path, PLAIN + "0,1,2\n3,1,2\n")
+    assert columns(read_trace(milliseconds, time_unit_s=1e-3))[1][0] == 0.003
+
+
 def test_no_times_and_a_limit(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, "input,output\n1,2\n3,4\n5,6\n"), limit=2)
     assert trace.arrival_s is None

@@ -33,6 +33,7 @@ is a number of tokens, or a size such as 40GiB where --model or --bytes-per-toke
 replays 500 made-up requests under two policies and two pools. docs/replay.md defines every figure.
 """
 _MOST: Final = 2**31 - 1
+_TIME_UNITS: Final = {"s": 1.0, "ms": 1e-3}
 # What a PCIe 4.0 x16 link copies in practice.
 _SWAP_BYTES_PER_S: Final = 25e9
 
@@ -219,6 +220,7 @@ def make_trace(args: argparse.Namespace) -> Trace:
             Path(args.trace),
             format=args.format,
             tokens_per_id=args.tokens_per_id,
+            time_unit_s=None if args.time_unit is None else _TIME_UNITS[args.time_unit],
             strict=args.strict,
             limit=args.limit,
         )

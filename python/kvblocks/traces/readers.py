@@ -86,13 +86,15 @@ def read_trace(
     *,
     format: str = "auto",  # noqa: A002
     tokens_per_id: int | None = None,
+    time_unit_s: float | None = None,
     strict: bool = False,
     limit: int | None = None,
 ) -> Trace:
     """Read a trace file, plain or gzip. O(file); memory O(requests + hash ids).
 
     format: "auto" looks at the file; "csv", or the dialect of JSON lines. tokens_per_id: tokens of a hash id, by
-    default the dialect's. strict: the first broken line is an error. limit: read so many sound rows only.
+    default the dialect's; time_unit_s: seconds of one unit of a time that is a number, likewise. strict: the first
+    broken line is an error. limit: read so many sound rows only.
 
     Raises UserError for a file that cannot be read, has not the columns, has no sound row, or more broken ones
     than sound ones.
@@ -107,10 +109,12 @@ def read_trace(
     if first[1].startswith("["):
         raise UserError(f"{path}:{first[0]}: a JSON array: expected one JSON object a line")
     if format == "csv" or (format == "auto" and not first[1].startswith("{")):
-        rows: Iterator[tuple[int, _Row | _BadRowError]] = _csv_rows(path, _chain(first, lines))
+        rows: Iterator[tuple[int, _Row | _BadRowError]] = _csv_rows(
+            path, _chain(first, lines), time_unit_s or 1.0
+        )
         columns = _Columns(path.name, 0, strict)
     else:
-        dialect, rows = _json_rows(path, _chain(first, lines), format, tokens_per_id)
+        dialect, rows = _json_rows(path, _chain(first, lines), format, tokens_per_id, time_unit_s)
         columns = _Columns(path.name, dialect.tokens_per_id, strict)
     for number, row in rows:
         columns.add(path, number, row)
@@ -240,7 +244,11 @@ class _Columns:
 
 
 def _json_rows(
-    path: Path, lines: Iterator[tuple[int, str]], name: str, tokens_per_id: int | None
+    path: Path,
+    lines: Iterator[tuple[int, str]],
+    name: str,
+    tokens_per_id: int | None,
+    time_unit_s: float | None,
 ) -> tuple[Dialect, Iterator[tuple[int, _Row | _BadRowError]]]:
     """The dialect, by its name or the fields of the first sound object, and the rows."""
     ahead: list[tuple[int, dict[str, Any] | _BadRowError]] = []
@@ -258,8 +266,7 @@ def _json_rows(
     elif name not in DIALECTS:
         raise UserError(f"{path}: format {name!r} is not one of JSON lines")
     dialect = DIALECTS[name]
-    if tokens_per_id is not None:
-        dialect = Dialect(dialect.time_unit_s, tokens_per_id)
+    dialect = Dialect(time_unit_s or dialect.time_unit_s, tokens_per_id or dialect.tokens_per_id)
 
     def rows() -> Iterator[tuple[int, _Row | _BadRowError]]:
         roots: dict[object, object] = {}
@@ -299,7 +306,7 @@ def _json_row(found: dict[str, Any], dialect: Dialect, roots: dict[object, objec
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _BadRowError("timestamp", f"{value!r}, expected a number")
         arrival = float(value) * dialect.time_unit_s if abs(value) < 1e300 else math.inf
-    elif dialect.tokens_per_id:
+    else:
         raise _BadRowError("timestamp", "the field is missing")
     row = _Row(arrival, _count(found, "input_length"), _count(found, "output_length"), ids)
     if "session" in found:
@@ -323,7 +330,9 @@ def _count(found: dict[str, Any], field: str) -> int:
     return value
 
 
-def _csv_rows(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, _Row | _BadRowError]]:
+def _csv_rows(
+    path: Path, lines: Iterator[tuple[int, str]], time_unit_s: float
+) -> Iterator[tuple[int, _Row | _BadRowError]]:
     number, line = next(lines)
     header = next(csv.reader([line]))
     place = {re.sub(r"[\s_-]", "", name.lower()): at for at, name in reversed([*enumerate(header)])}
@@ -350,7 +359,7 @@ def _csv_rows(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[in
     def row(cells: list[str]) -> _Row:
         arrival = None
         if seconds is not None:
-            arrival = _time(header[seconds], cell(cells, seconds))
+            arrival = _time(header[seconds], cell(cells, seconds), time_unit_s)
         elif milliseconds is not None:
             arrival = 1e-3 * _number(header[milliseconds], cell(cells, milliseconds))
         return _Row(
@@ -390,12 +399,12 @@ def _whole(field: str, text: str) -> int:
         return int(number)
 
 
-def _time(field: str, text: str) -> float:
-    """Seconds: a number, or a date and time of day, of which only differences are used."""
+def _time(field: str, text: str, unit_s: float) -> float:
+    """Seconds of a number in this unit, or of a date and time of day, of which only differences are used."""
     match = _TIMESTAMP.fullmatch(text)
     if match is None:
         try:
-            return float(text)
+            return float(text) * unit_s
         except ValueError:
             raise _BadRowError(
                 field, f"{text[:40]!r}, expected seconds or a time such as 2023-11-16 18:15:46.68"
