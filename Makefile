@@ -8,6 +8,7 @@
 #   make test-all       the quick suite, then all slow ones: model, cuda, packaging, hf
 #   make test-model     generation with the real model over the whole matrix of options
 #   make test-cuda      the CUDA kernels without a device: compiled by NVRTC, and run on the host
+#   make test-gpu       the CUDA kernels on a GPU through CuPy (skipped, with the reason, where there is none)
 #   make test-packaging the wheel and the sdist, built, checked, and installed in clean environments
 #   make test-hf        the golden tokens against Hugging Face transformers (its own environment, several GB)
 #   make build          kvblocks itself, in release mode, into .venv in editable form
@@ -51,8 +52,8 @@ check_tools = $(if $(shell "$(PYTHON)" -c 'import sys, ensurepip; print("ok" * (
     'cargo' (see https://rustup.rs)))$(if $(call have,cc),,$(error kvblocks needs a C linker: there is no 'cc' \
     (install gcc or clang)))
 
-.PHONY: help build demo quality test test-rust test-python test-all test-model test-cuda test-packaging test-hf lint \
-    format bench clean always
+.PHONY: help build demo quality test test-rust test-python test-all test-model test-cuda test-gpu test-packaging \
+    test-hf lint format bench clean always
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -87,6 +88,7 @@ test-python: test-rust $(STAMPS)/core $(STAMPS)/examples $(STAMPS)/test
 test-all: test
 	$(MAKE) test-model
 	$(MAKE) test-cuda
+	$(MAKE) test-gpu
 	$(MAKE) test-packaging
 	$(MAKE) test-hf
 
@@ -95,6 +97,9 @@ test-model: $(STAMPS)/core $(STAMPS)/examples $(STAMPS)/test
 
 test-cuda: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/cuda-test
 	$(PY) -m pytest -m cuda -n 2 $(ARGS)
+
+test-gpu: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/cuda-test
+	$(PY) -m pytest -m gpu $(ARGS)
 
 test-packaging: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/packaging
 	$(PY) -m pytest -m packaging $(ARGS)

@@ -2,10 +2,13 @@
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvblocks.gpu import check
 
 # No deadline: a slow machine is not a failure. "ci" digs deeper, and prints what reproduces a failure.
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -23,6 +26,19 @@ def readme_example() -> tuple[str, str]:
     assert len(blocks) == 1
     code, printed = blocks[0]
     return code, printed
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that need a GPU say what is missing where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        problems = _gpu_problems()
+        if problems:
+            pytest.skip("; ".join(problems))
+
+
+@cache
+def _gpu_problems() -> tuple[str, ...]:
+    return check().problems
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kernels.emulator import emulated_backend
-from kvblocks import gpu
 from kvblocks._core import cpu_simd
 from kvblocks.backends import Backend, get_backend
 from kvblocks.backends.cpu import CpuBackend
@@ -30,8 +29,6 @@ class Harness:
     make: Callable[[], Backend] | None = None
     # A marker of pytest: for backends whose whole suite takes minutes.
     marker: str | None = None
-    # What keeps the backend from running here, in words; None for nothing.
-    missing: Callable[[], str | None] = lambda: None
     # Races are looked for with that many times fewer calls, where a call takes that much longer.
     slowness: int = 1
 
@@ -54,11 +51,6 @@ def _cpu(simd: str) -> Harness:
     return Harness(f"cpu-{simd}", make=lambda: CpuBackend(num_threads=3, simd=simd))
 
 
-def _missing_device() -> str | None:
-    problems = gpu.check()
-    return "; ".join(problems) or None
-
-
 def _to_device(array: np.ndarray) -> Any:
     return importlib.import_module("cupy").asarray(array)
 
@@ -72,7 +64,7 @@ HARNESSES = [
     *map(_cpu, cpu_simd()),
     # The CUDA kernels, run on the host.
     Harness("emulated", make=emulated_backend, marker="cuda", slowness=10),
-    Harness("cupy", _to_device, _to_host, marker="gpu", missing=_missing_device),
+    Harness("cupy", _to_device, _to_host, marker="gpu"),
 ]
 
 # The same as parameters of a test, each with its marker.

@@ -9,8 +9,8 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,16 @@ class EmulatedLauncher:
         if failed:
             raise KernelFaultError(message.value.decode())
 
+    def bind(
+        self,
+        function: "ctypes._NamedFuncPointer",
+        grid: Grid,
+        threads: int,
+        shared_bytes: int,
+        params: np.ndarray,
+    ) -> Callable[[int], None]:
+        return partial(self.launch, function, grid, threads, shared_bytes, params)
+
     def attributes(self, function: object) -> Attributes:
         """A host has no registers to count."""
         return Attributes(registers=0, local_bytes=0)
@@ -175,6 +185,12 @@ class HostMemory:
 
     def plain(self, array: np.ndarray) -> np.ndarray:
         return array.copy(order="C")
+
+    def assign(self, target: np.ndarray, source: Any) -> None:
+        target[...] = source
+
+    def convert(self, array: np.ndarray, dtype: Any) -> np.ndarray:
+        return array.astype(dtype)
 
     def device(self) -> int:
         return 0

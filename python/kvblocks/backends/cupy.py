@@ -1,78 +1,91 @@
-"""The CUDA backend: kernels compiled by NVRTC, loaded and launched by CuPy.
+"""The CUDA kernels on a GPU, launched by CuPy.
 
-Owns `CupyBackend`, its launcher and its memory. Imports device, kernels and, when an instance is made, cupy.
-Invariant: a module is loaded once a device and instance, and launched while that device is current; a launch goes to
-the stream of `on`, else to CuPy's current one. Nothing is compiled or loaded while the stream is being captured.
+Owns `CupyBackend`, `CupyLauncher` and `CupyMemory`. Imports the device backend and kernels; CuPy when one is made.
+Invariant: everything belongs to one device and is made when it is first needed; what a captured launch uses was made
+before, so a capture neither allocates, compiles, loads nor waits: where it would have to, it is refused.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Final, TypeVar
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvblocks.backends.device import DeviceBackend
-from kvblocks.kernels.cubin import load_cubin
+from kvblocks.backends.foreign import is_dlpack_only, look_at
+from kvblocks.config import CacheConfig
+from kvblocks.kernels import specs
+from kvblocks.kernels.cubins import Cubins
 from kvblocks.kernels.launcher import Attributes, Grid
-from kvblocks.kernels.specs import INSTANCES, Instance
-from kvblocks.layout import Array, LayerCache
+from kvblocks.kernels.specs import Instance
+from kvblocks.layout import Array
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-# CUfunction_attribute of the driver's interface.
-_LOCAL_BYTES: Final = 3
-_NUM_REGISTERS: Final = 4
-_MAX_DYNAMIC_SHARED_BYTES: Final = 8
-# Dynamic shared memory that a function has without asking.
-_FREE_SHARED_BYTES: Final = 48 * 1024
+_PERCENT_SHARED: Final = 100
 
 
-@dataclass
-class _Function:
-    """A loaded function; the module must outlive it."""
-
-    pointer: int
-    module: Any
-    max_shared_bytes: int = _FREE_SHARED_BYTES
+class CaptureError(RuntimeError):
+    """A stream that is being captured was asked for what only works outside of a capture."""
 
 
 class CupyLauncher:
-    """Launches through the driver's interface as CuPy has it. modules: what stands in for CuPy in a test."""
+    """Loads and launches for one device; every thread may call. device: its index, by default the current one.
 
-    def __init__(self, cupy: Any = None, driver: Any = None) -> None:
-        self._cupy = cupy or importlib.import_module("cupy")
-        self._driver = driver or importlib.import_module("cupy_backends.cuda.api.driver")
-        self._functions: dict[tuple[int, Instance], _Function] = {}
-        self._archs: dict[int, str] = {}
+    A module is kept for each instance; its key in memory is (device, instance), on disk see `Cubins`.
+    """
 
-    def load(self, instance: Instance) -> _Function:
-        """See `Launcher.load`; compiles for the current device if neither memory nor disk has it."""
-        device = self._cupy.cuda.runtime.getDevice()
-        function = self._functions.get((device, instance))
-        if function is None:
-            function = self._functions[device, instance] = self._load(device, instance)
+    def __init__(self, device: int | None = None, *, cubins: Cubins | None = None, cupy: Any = None) -> None:
+        self._cuda = (cupy or importlib.import_module("cupy")).cuda
+        self.device: int = self._cuda.runtime.getDevice() if device is None else device
+        self.cubins = cubins or Cubins()
+        self._functions: dict[tuple[int, Instance], Any] = {}
+        self._loading = threading.Lock()
+
+    @property
+    def arch(self) -> str:
+        """The architecture to compile for: "sm_90"."""
+        return f"sm_{self._cuda.Device(self.device).compute_capability}"
+
+    def load(self, instance: Instance) -> Any:
+        """See `Launcher.load`. Raises CaptureError where the current stream is captured and it is not loaded yet."""
+        function = self._functions.get((self.device, instance))
+        if function is not None:
+            return function
+        self.refuse_in_capture(
+            f"kernel {instance.name} is not loaded on device {self.device}: call kvblocks.gpu.warmup, or run the "
+            "call once, before the capture"
+        )
+        with self._loading:
+            if (self.device, instance) not in self._functions:
+                self._functions[self.device, instance] = self._made(instance)
+            return self._functions[self.device, instance]
+
+    def _made(self, instance: Instance) -> Any:
+        cubin = self.cubins.get(instance, self.arch)
+        driver = self._cuda.driver
+        with self.guard():
+            self._cuda.runtime.free(0)  # makes the context of the device, if nobody has yet
+            module = self._cuda.Module()
+            module.load(cubin)
+            function = module.get_function(instance.kernel.entry)
+            if instance.has_mma:
+                driver.funcSetAttribute(
+                    function.ptr,
+                    driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    max_shared_bytes(self._cuda, self.device),
+                )
+                # K and V go past the first-level cache, and blocks share an SM as their shared memory allows.
+                driver.funcSetAttribute(
+                    function.ptr, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _PERCENT_SHARED
+                )
         return function
-
-    def _load(self, device: int, instance: Instance) -> _Function:
-        runtime = self._cupy.cuda.runtime
-        if runtime.streamIsCapturing(self._cupy.cuda.get_current_stream().ptr):
-            raise RuntimeError(
-                f"{instance.name} is not loaded on device {device}, and the stream is being captured: "
-                "call warmup(), or once what is captured, before the capture"
-            )
-        if device not in self._archs:
-            self._archs[device] = f"sm_{self._cupy.cuda.Device(device).compute_capability}"
-        module = self._cupy.cuda.function.Module()
-        module.load(load_cubin(instance, self._archs[device]))
-        return _Function(module.get_function(instance.kernel.entry).ptr, module)
 
     def launch(
         self,
-        function: _Function,
+        function: Any,
         grid: Grid,
         threads: int,
         shared_bytes: int,
@@ -80,174 +93,196 @@ class CupyLauncher:
         stream: int,
     ) -> None:
         """See `Launcher.launch`."""
-        if shared_bytes > function.max_shared_bytes:
-            self._driver.funcSetAttribute(function.pointer, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
-            function.max_shared_bytes = shared_bytes
-        # The driver takes an array of addresses of parameters, of which there is one.
-        arguments = np.array([params.ctypes.data], np.uintp)
-        self._driver.launchKernel(
-            function.pointer, *grid, threads, 1, 1, shared_bytes, stream, arguments.ctypes.data, 0
+        self.bind(function, grid, threads, shared_bytes, params)(stream)
+
+    def bind(
+        self, function: Any, grid: Grid, threads: int, shared_bytes: int, params: NDArray[np.void]
+    ) -> Callable[[int], None]:
+        """See `Launcher.bind`."""
+        # What the driver takes: an array of addresses of parameters, of which there is one.
+        addresses = np.array([params.ctypes.data], np.uint64)
+        at, code, (x, y, z), device = addresses.ctypes.data, function.ptr, grid, self.device
+        launch, current, guard = self._cuda.driver.launchKernel, self._cuda.runtime.getDevice, self.guard
+
+        # The defaults keep alive what the driver reads by address.
+        def fire(
+            stream: int, _addresses: Any = addresses, _params: Any = params, _function: Any = function
+        ) -> None:
+            if current() == device:
+                launch(code, x, y, z, threads, 1, 1, shared_bytes, stream, at, 0)
+                return
+            with guard():
+                launch(code, x, y, z, threads, 1, 1, shared_bytes, stream, at, 0)
+
+        return fire
+
+    def attributes(self, function: Any) -> Attributes:
+        """See `Launcher.attributes`."""
+        driver = self._cuda.driver
+        return Attributes(
+            registers=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function.ptr),
+            local_bytes=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function.ptr),
         )
 
-    def attributes(self, function: _Function) -> Attributes:
-        """See `Launcher.attributes`."""
-        get = self._driver.funcGetAttribute
-        return Attributes(get(_NUM_REGISTERS, function.pointer), get(_LOCAL_BYTES, function.pointer))
+    def warmup(self, instances: Iterable[Instance] = specs.INSTANCES) -> int:
+        """Load instances, compiling those that no cache has; returns how many were compiled. Seconds each for those."""
+        before = self.cubins.num_compiled
+        for instance in instances:
+            self.load(instance)
+        return self.cubins.num_compiled - before
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """The launcher's device as the current one."""
+        if self._cuda.runtime.getDevice() == self.device:
+            return nullcontext()
+        guard: AbstractContextManager[Any] = self._cuda.Device(self.device)
+        return guard
+
+    def refuse_in_capture(self, message: str) -> None:
+        """Raise CaptureError with a message if the current stream is being captured."""
+        stream = self._cuda.get_current_stream(self.device).ptr
+        # The null stream cannot be captured, and asking it would end the capture of another one.
+        if stream not in (0, 1) and self._cuda.runtime.streamIsCapturing(stream):
+            raise CaptureError(message)
 
 
 class CupyMemory:
-    """CuPy arrays of the current device. cupy: what stands in for CuPy in a test."""
+    """CuPy's arrays and CuPy's current stream, on one device."""
 
-    def __init__(self, cupy: Any = None) -> None:
+    def __init__(self, launcher: CupyLauncher, *, cupy: Any = None) -> None:
         self._cupy = cupy or importlib.import_module("cupy")
+        self._launcher = launcher
+        self._index = launcher.device
         runtime = self._cupy.cuda.runtime
-        device = runtime.getDevice()
         self.num_multiprocessors: int = runtime.deviceGetAttribute(
-            runtime.cudaDevAttrMultiProcessorCount, device
+            runtime.cudaDevAttrMultiProcessorCount, self._index
         )
-        self.max_shared_bytes: int = runtime.deviceGetAttribute(
-            runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device
-        )
+        self.max_shared_bytes = max_shared_bytes(self._cupy.cuda, self._index)
 
     def describe(self, name: str, array: Array) -> NDArray[Any]:
-        """See `Memory.describe`."""
-        if not isinstance(array, self._cupy.ndarray):
-            raise TypeError(
-                f"{name}: {type(array).__name__}, expected a CuPy array (kvblocks.gpu.as_array makes one)"
-            )
-        if array.size == 0:
-            return np.empty(array.shape, array.dtype)
-        return np.asarray(_Address(array.data.ptr, array.shape, array.dtype, array.strides))
+        """See `Memory.describe`. Raises ValueError for an array of another device."""
+        if is_dlpack_only(array):
+            array = self._cupy.from_dlpack(array)
+        seen = look_at(name, array)
+        if seen.device is None:
+            seen.device = self._cupy.cuda.runtime.pointerGetAttributes(seen.address).device
+        if seen.device != self._index:
+            raise ValueError(f"{name}: on device {seen.device}, the call runs on device {self._index}")
+        return seen.described()
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """See `Memory.empty`."""
-        return self._cupy.empty(tuple(shape), dtype)
+        """See `Memory.empty`. Raises CaptureError inside a capture."""
+        self._launcher.refuse_in_capture(
+            f"an array of shape {tuple(shape)} would be allocated inside a capture: give out= (and workspace= where "
+            "keys are split), or use torch tensors, whose allocator knows captures"
+        )
+        with self._launcher.guard():
+            return self._cupy.empty(tuple(shape), dtype)
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
         """See `Memory.zeros`."""
-        return self._cupy.zeros(tuple(shape), dtype)
+        array = self.empty(shape, dtype)
+        with self._launcher.guard():
+            array.fill(0)
+        return array
 
     def upload(self, array: NDArray[Any]) -> Array:
         """See `Memory.upload`."""
-        return self._cupy.asarray(array)
+        self._launcher.refuse_in_capture(
+            "a table would be uploaded inside a capture: run the call once before it"
+        )
+        with self._launcher.guard():
+            return self._cupy.asarray(array)
 
     def download(self, array: Array) -> NDArray[Any]:
-        """See `Memory.download`."""
-        host: NDArray[Any] = self._cupy.asnumpy(array)
+        """See `Memory.download`. Raises CaptureError inside a capture."""
+        self._launcher.refuse_in_capture("an array would be read back inside a capture")
+        with self._launcher.guard():
+            host: NDArray[Any] = self._cupy.asnumpy(array)
         return host
 
     def plain(self, array: Array) -> Array:
-        """See `Memory.plain`."""
-        return self._cupy.ascontiguousarray(array).copy()
+        """See `Memory.plain`. Raises CaptureError inside a capture."""
+        self._launcher.refuse_in_capture("an array that is not contiguous would be copied inside a capture")
+        with self._launcher.guard():
+            return self._cupy.array(array, copy=True, order="C")
+
+    def assign(self, target: Array, source: Array | int) -> None:
+        """See `Memory.assign`."""
+        with self._launcher.guard():
+            self._cupy.asarray(target)[...] = source
+
+    def convert(self, array: Array, dtype: Any) -> Array:
+        """See `Memory.convert`."""
+        with self._launcher.guard():
+            return array.astype(dtype)
 
     def device(self) -> int:
-        """See `Memory.device`."""
-        return int(self._cupy.cuda.runtime.getDevice())
+        """See `Memory.device`: the launcher's, whichever is current."""
+        return self._index
 
     def stream(self) -> int:
-        """See `Memory.stream`."""
-        return int(self._cupy.cuda.get_current_stream().ptr)
-
-
-class _Address:
-    """The array interface of device memory, of which NumPy keeps the numbers and reads nothing."""
-
-    def __init__(self, pointer: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...]) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (pointer, False),
-            "shape": tuple(shape),
-            "typestr": np.dtype(dtype).str,
-            "strides": tuple(strides),
-        }
-
-
-def _guarded(method: Method) -> Method:
-    """Run a method on the device of its arrays, which must be one."""
-
-    @wraps(method)
-    def run(self: "CupyBackend", *args: Any, **kwargs: Any) -> Any:
-        device = _device_of((*args, *kwargs.values()))
-        if device is None:
-            return method(self, *args, **kwargs)
-        with self.cupy.cuda.Device(device):
-            return method(self, *args, **kwargs)
-
-    return run  # type: ignore[return-value]
-
-
-def _device_of(arguments: Sequence[Any]) -> int | None:
-    """The device that all arrays among the arguments are on; None if there is no array."""
-    device: int | None = None
-    for argument in arguments:
-        if isinstance(argument, LayerCache):
-            own = _device_of([array for _, array in argument.named_arrays])
-        elif isinstance(argument, (list, tuple)):
-            own = _device_of(argument)
-        else:
-            own = getattr(getattr(argument, "device", None), "id", None)
-        if own is None:
-            continue
-        if device is not None and own != device:
-            raise ValueError(
-                f"arrays are on devices {device} and {own}: expected all of a call on one device"
-            )
-        device = own
-    return device
+        """See `Memory.stream`: CuPy's current stream, which is the null stream until another one is made current."""
+        address: int = self._cupy.cuda.get_current_stream(self._index).ptr
+        return address
 
 
 class CupyBackend(DeviceBackend):
-    """`DeviceBackend` over CuPy arrays. cupy, driver: what stands in for CuPy in a test.
+    """`DeviceBackend` on a GPU, for CuPy's arrays and CuPy's current stream.
 
-    Raises ImportError that says what to install where CuPy is not.
+    device: its index, by default CuPy's current device. split_size: see `DeviceBackend`. Raises RuntimeError that says
+    what is missing where there is no GPU, no driver or no CuPy.
     """
 
-    def __init__(self, *, split_size: int | None = None, cupy: Any = None, driver: Any = None) -> None:
-        try:
-            self.cupy = cupy or importlib.import_module("cupy")
-        except ImportError as error:
-            raise ImportError(
-                "the cupy backend needs CuPy: pip install 'cupy-cuda13x[ctk]' (kvblocks.gpu.check() says more)"
-            ) from error
-        super().__init__(
-            "cupy", CupyLauncher(self.cupy, driver), CupyMemory(self.cupy), split_size=split_size
+    def __init__(
+        self, device: int | None = None, *, split_size: int | None = None, cubins: Cubins | None = None
+    ) -> None:
+        launcher = launcher_of(device) if cubins is None else CupyLauncher(device, cubins=cubins)
+        super().__init__("cupy", launcher, CupyMemory(launcher), split_size=split_size)
+
+
+@cache
+def _launcher_of(device: int) -> CupyLauncher:
+    return CupyLauncher(device)
+
+
+def launcher_of(device: int | None = None) -> CupyLauncher:
+    """The launcher of a device that everybody shares, so that a kernel is loaded once; None: CuPy's current device.
+
+    Raises RuntimeError that says what is missing.
+    """
+    try:
+        cupy = importlib.import_module("cupy")
+        if device is None:
+            device = cupy.cuda.runtime.getDevice()
+        return _launcher_of(device)
+    except ImportError as error:
+        raise RuntimeError(
+            f"the backend 'cupy' needs CuPy ({error}): pip install 'kvblocks[cupy]'"
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "CUDARuntimeError":
+            raise
+        raise RuntimeError(f"the backend 'cupy' needs a GPU and its driver: {error}") from error
+
+
+def max_shared_bytes(cuda: Any, device: int) -> int:
+    """Dynamic shared memory that a block of a device may have, once its kernel asks for it."""
+    runtime = cuda.runtime
+    limit: int = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
+    return limit
+
+
+def instances_for(config: CacheConfig) -> list[Instance]:
+    """What a cache of a config may launch: the kernels of its formats and head dims, and those of every cache."""
+    formats = {name for each in config.formats for name in (each.k.name, each.v.name)}
+    elements = {specs.ELEMENTS[name] for name in formats if name in specs.ELEMENTS}
+    dims = str(config.head_dim), str(config.head_dim_v or config.head_dim)
+
+    def is_used(instance: Instance) -> bool:
+        defines = dict(instance.defines)
+        return defines.get("KVB_KV") in (None, *elements) and (
+            "KVB_HEAD_DIM" not in defines or (defines["KVB_HEAD_DIM"], defines["KVB_HEAD_DIM_V"]) == dims
         )
 
-    @contextmanager
-    def on(self, stream: object) -> Iterator[None]:
-        """Send the launches and allocations of a block to a stream: see `stream_address` for what counts as one."""
-        with self.cupy.cuda.ExternalStream(stream_address(stream)):
-            yield
-
-    def warmup(self, instances: Sequence[Instance] = INSTANCES) -> None:
-        """Load instances on the current device, compiling what no cache has: before a capture, or a first step."""
-        for instance in instances:
-            self.launcher.load(instance)
-
-    write = _guarded(DeviceBackend.write)
-    attend = _guarded(DeviceBackend.attend)
-    copy_blocks = _guarded(DeviceBackend.copy_blocks)
-    move_slots = _guarded(DeviceBackend.move_slots)
-    gather = _guarded(DeviceBackend.gather)
-    merge_states = _guarded(DeviceBackend.merge_states)
-    quantize = _guarded(DeviceBackend.quantize)
-    dequantize = _guarded(DeviceBackend.dequantize)
-
-
-def stream_address(stream: object) -> int:
-    """The address of a stream: an int, or an object with `.ptr` (CuPy), `.cuda_stream` (torch) or `__cuda_stream__`."""
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    for name in ("ptr", "cuda_stream"):
-        address = getattr(stream, name, None)
-        if isinstance(address, int):
-            return address
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        version, address = protocol() if callable(protocol) else protocol
-        if version != 0:
-            raise ValueError(f"stream: version {version} of __cuda_stream__, expected 0")
-        return int(address)
-    raise TypeError(
-        f"stream: {type(stream).__name__}, expected an address or an object with ptr, cuda_stream or __cuda_stream__"
-    )
+    return [instance for instance in specs.INSTANCES if is_used(instance)]

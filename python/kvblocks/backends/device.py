@@ -44,7 +44,7 @@ from kvblocks.kernels import params as records
 from kvblocks.kernels import specs
 from kvblocks.kernels.launcher import Launcher
 from kvblocks.kernels.specs import DTYPES, SCALE_MODES, Instance
-from kvblocks.layout import Array, LayerCache, dtype_name, storage_shape
+from kvblocks.layout import Array, LayerCache, dtype_name, storage_dtype, storage_shape
 
 _CODES: Final = {
     1: "a slot of slot_mapping that the cache does not have",
@@ -93,6 +93,12 @@ class Memory(Protocol):
 
     def plain(self, array: Array) -> Array:
         """A contiguous, aligned copy."""
+
+    def assign(self, target: Array, source: Array | int) -> None:
+        """Set the elements of an array."""
+
+    def convert(self, array: Array, dtype: Any) -> Array:
+        """A new array of the same values in another dtype."""
 
     def device(self) -> int:
         """The number of the device that is current."""
@@ -249,7 +255,7 @@ class DeviceBackend:
         record["window"] = _INT32_MAX if options.window is None else options.window
         self._attend(record, seen)
         if not in_place:
-            out[...] = target
+            self.memory.assign(out, target)
         return out
 
     def copy_blocks(self, caches: Sequence[LayerCache], copies: Array) -> None:
@@ -313,13 +319,15 @@ class DeviceBackend:
         columns = min(64, -(-widest // specs.MOVE_SLOTS.threads))
         self._launch(instance, (len(start_view) - 1, len(regions), columns), 0, record)
 
-    def gather(self, cache: LayerCache, block_table: Array, seq_len: int) -> tuple[Array, Array]:
-        """See `Backend.gather`. One launch."""
+    def gather(
+        self, cache: LayerCache, block_table: Array, seq_len: int, *, dtype: str = "float32"
+    ) -> tuple[Array, Array]:
+        """See `Backend.gather`. One launch. dtype: of the rows: "float32", "float16" or "bfloat16"."""
         seen = self._see_cache(cache)
         view = self.memory.describe("block_table", block_table)
         check_gather(_SUPPORTED, seen, view, seq_len)
-        parts = parts_of(seen)
-        rows = tuple(self.memory.empty((seq_len, seen.num_kv_heads, part.dim), np.float32) for part in parts)
+        storage, parts = storage_dtype(dtype), parts_of(seen)
+        rows = tuple(self.memory.empty((seq_len, seen.num_kv_heads, part.dim), storage) for part in parts)
         if seq_len == 0:
             return rows[0], rows[1]
         table = self._plain(block_table, view)
@@ -331,7 +339,7 @@ class DeviceBackend:
             into["head_dim"], into["scale_mode"] = part.dim, part.mode
         record["block_table"], record["error"] = address_of(table.view), self._error_address()
         record["num_tokens"], record["num_heads"] = seq_len, seen.num_kv_heads
-        record["dtype"] = DTYPES["float32"]
+        record["dtype"] = DTYPES[dtype]
         chunks = seen.num_kv_heads * -(-max(part.dim for part in parts) // 8)
         grid = (-(-chunks // specs.GATHER_KV.threads), min(seq_len, 65535), 2)
         self._launch(specs.gather_kv(seen.format.k.name), grid, 0, record)
@@ -377,7 +385,8 @@ class DeviceBackend:
         assert shape is not None
         shape = (num_tokens, num_heads) if part.scaling == "token_head" else shape
         codes = self.memory.empty(view.shape, part.storage)
-        largest = self.memory.zeros((num_heads,), np.uint32)
+        # Magnitudes are compared as their bits; those of 0 are 0.
+        largest = self.memory.zeros((num_heads,), np.float32)
         num_clipped = self.memory.zeros((num_heads,), np.uint32)
         if scales is None:
             device_scale = self.memory.empty(shape, np.float32)
@@ -404,18 +413,24 @@ class DeviceBackend:
             for record["phase"] in phases:
                 grid = (min(blocks, _MOST_BLOCKS_OF_A_LOOP), 1, 1)
                 self._launch(specs.quantize(part.name), grid, 0, record)
-        return Encoded(codes, device_scale, None, largest.view(np.float32), num_clipped.astype(np.int64))
+        return Encoded(codes, device_scale, None, largest, self.memory.convert(num_clipped, np.int64))
 
     def dequantize(
-        self, codes: Array, kv_format: Format | str, scale: Array, zero: Array | None = None
+        self,
+        codes: Array,
+        kv_format: Format | str,
+        scale: Array,
+        zero: Array | None = None,
+        *,
+        dtype: str = "float32",
     ) -> Array:
-        """See `Backend.dequantize`. One launch."""
+        """See `Backend.dequantize`. One launch. dtype: of the values: "float32", "float16" or "bfloat16"."""
         see = self.memory.describe
         view, scale_view = see("codes", codes), see("scale", scale)
         part = check_decode(
             _SUPPORTED, view, kv_format, scale_view, None if zero is None else see("zero", zero)
         )
-        values = self.memory.empty(view.shape, np.float32)
+        values = self.memory.empty(view.shape, storage_dtype(dtype))
         if view.size == 0:
             return values
         plain, scales = self._plain(codes, view), self._plain(scale, scale_view)
@@ -424,7 +439,7 @@ class DeviceBackend:
         record["rows"] = address_of(see("values", values))
         num_tokens, num_heads, dim = view.shape
         record["num_rows"], record["num_heads"], record["head_dim"] = num_tokens * num_heads, num_heads, dim
-        record["dtype"], record["scale_mode"] = DTYPES["float32"], SCALE_MODES[part.scaling]
+        record["dtype"], record["scale_mode"] = DTYPES[dtype], SCALE_MODES[part.scaling]
         blocks = -(-num_tokens * num_heads * -(-dim // 8) // specs.DEQUANTIZE.threads)
         self._launch(specs.dequantize(part.name), (min(blocks, _MOST_BLOCKS_OF_A_LOOP), 1, 1), 0, record)
         return values
@@ -435,7 +450,7 @@ class DeviceBackend:
         code, row, column, value = self.memory.download(report).tolist()
         if code == 0:
             return None
-        report[...] = 0
+        self.memory.assign(report, 0)
         return f"{_CODES[code]}: row {row}, column {column}, value {np.uint32(value).astype(np.int32)}"
 
     # --- Arguments.

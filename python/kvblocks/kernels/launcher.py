@@ -4,6 +4,7 @@ Owns the protocol `Launcher`. Imports the list of kernels.
 Invariant: a launcher knows instances, addresses and streams; it knows nothing of caches.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +43,11 @@ class Launcher(Protocol):
 
         params: a record of the kernel's struct, 0-dimensional; its bytes are copied before the call returns.
         """
+
+    def bind(
+        self, function: Any, grid: Grid, threads: int, shared_bytes: int, params: NDArray[np.void]
+    ) -> Callable[[int], None]:
+        """`launch` for later: called with a stream, it launches with what the record holds at that moment."""
 
     def attributes(self, function: Any) -> Attributes:
         """What the function takes."""
