@@ -16,7 +16,7 @@ from kvblocks.planner.lengths import fixed, log_normal
 from kvblocks.planner.levers import levers
 from kvblocks.planner.models import BUILT_IN
 
-from .helpers import scenario
+from .helpers import model_footprint, scenario
 
 
 def admit(manager: kv.BlockManager, user: int, num_tokens: int, prefix: int) -> Any:
@@ -134,11 +134,16 @@ def test_users_by_chance_overflow_as_rarely_as_said() -> None:
     assert fixed_lengths.users_by_chance(0.99) == fixed_lengths.users(1000)
 
 
-@pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8_e4m3", "int4"])
+@pytest.mark.parametrize("kv_format", [*FORMATS, "fp8_e4m3:tensor", "int8:channel,int8", "kivi2,int8:head"])
 def test_the_library_allocates_what_is_planned(kv_format: str) -> None:
-    config = kv.CacheConfig(2, 3, 64, dtype="bfloat16", kv_format=kv_format)
-    case = scenario("smollm2-135m", cache_bytes=1 << 20, kv_format=kv_format)
-    assert case.footprint.pools[0].bytes_per_block == 15 * config.bytes_per_block
+    """To the byte: blocks, static scales and residuals of a pool, by the planner's formulas and in its arrays."""
+    config = kv.CacheConfig(30, 3, 64, dtype="bfloat16", kv_format=kv_format, block_size=32)
+    cache = kv.PagedKVCache(config, 5, backend="numpy", residual_seqs=3)
+    held = sum(array.nbytes for layer in cache.layers for _, array in layer.named_arrays)
+    held += 0 if cache.residual is None else cache.residual.nbytes
+    planned = model_footprint(BUILT_IN["smollm2-135m"], kv_format, block_size=32, residual_tokens=128)
+    assert planned.pools[0].bytes_per_block == config.bytes_per_block
+    assert held == 5 * planned.pools[0].bytes_per_block + planned.static_bytes + 3 * planned.sequence_bytes
 
 
 @given(
