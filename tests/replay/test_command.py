@@ -151,7 +151,7 @@ def test_all_outputs_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert smallest["first_oom_time"] is None
         assert mean["first_oom_time"] is not None
         assert smallest["pool_tokens"] > mean["pool_tokens"]
-    assert {rate["policy"] for rate in answer["hit_rates"]} == {"lru", "fifo", "optimum", "infinite"}
+    assert {rate["policy"] for rate in answer["hit_rates"]} == {"lru", "fifo", "lfu", "optimum", "infinite"}
 
 
 class _References(html.parser.HTMLParser):

@@ -55,7 +55,8 @@ def test_the_model_of_lru_is_the_manager(
     segments = Segments(trace, sizes[1])
     assert model_hit_rate(segments, capacity, "lru") == real
     optimum, most = model_hit_rate(segments, capacity, "optimum"), ceiling(segments)
-    assert real.hit_tokens <= optimum.hit_tokens <= most.hit_tokens
+    for policy in MODELS:
+        assert model_hit_rate(segments, capacity, policy).hit_tokens <= optimum.hit_tokens <= most.hit_tokens
     if optimum.left_out == 0 and capacity > segments.distinct_blocks:
         assert {model_hit_rate(segments, capacity, policy) for policy in MODELS} == {most}
 
@@ -100,9 +101,17 @@ def test_the_optimum_keeps_what_comes_back_and_fifo_forgets_what_is_used() -> No
     trace = make_trace([(float(i), 5, 1, [*ids, 100 + i]) for i, ids in enumerate(order)], 4)
     # Four blocks: three full ones and the one that is being filled.
     found = {policy: model_hit_rate(Segments(trace, 4), 4, policy).hit_blocks for policy in MODELS}
-    assert found == {"lru": 2, "fifo": 3, "optimum": 3}
+    assert found == {"lru": 2, "fifo": 3, "lfu": 2, "optimum": 3}
     found = {policy: model_hit_rate(Segments(trace, 4), 3, policy).hit_blocks for policy in MODELS}
-    assert found == {"lru": 2, "fifo": 1, "optimum": 2}
+    assert found == {"lru": 2, "fifo": 1, "lfu": 2, "optimum": 2}
+
+
+def test_lfu_keeps_what_was_used_often() -> None:
+    # a is used twice and then not for a while: LRU has lost it by then.
+    order = [[1], [1], [2], [3], [4], [1]]
+    trace = make_trace([(float(i), 5, 1, [*ids, 100 + i]) for i, ids in enumerate(order)], 4)
+    found = {policy: model_hit_rate(Segments(trace, 4), 3, policy).hit_blocks for policy in MODELS}
+    assert found == {"lru": 1, "fifo": 1, "lfu": 2, "optimum": 2}
 
 
 def test_one_token_is_always_computed_and_outputs_are_not_cached() -> None:

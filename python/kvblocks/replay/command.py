@@ -18,7 +18,7 @@ from typing import Any, Final
 import kvblocks.report as report
 from kvblocks.replay import page, plots, tables
 from kvblocks.replay.account import Sample
-from kvblocks.replay.hit_rate import HitRate, Segments, capacities, ceiling, curve
+from kvblocks.replay.hit_rate import MODELS, HitRate, Segments, capacities, ceiling, curve
 from kvblocks.replay.options import (
     configure,
     engine_of,
@@ -159,7 +159,9 @@ def _draw_curves(args: argparse.Namespace, trace: Trace, sizes: Sequence[int], w
         segments = Segments(trace, block_size)
         work.curves.append(Curve(block_size, ceiling(segments)))
         wanted = sizes or capacities(segments)
-        with report.progress(f"hit rates, blocks of {block_size}", 3 * len(trace) * len(wanted)) as tell:
+        with report.progress(
+            f"hit rates, blocks of {block_size}", len(MODELS) * len(trace) * len(wanted)
+        ) as tell:
             work.curves[-1].points.extend(curve(segments, wanted, tell))
 
 

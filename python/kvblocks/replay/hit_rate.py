@@ -21,8 +21,9 @@ from kvblocks._core import Allocated, BlockManager
 from kvblocks.batch import Step
 from kvblocks.traces.trace import Trace
 
-# Eviction policies that are modelled: in "fifo" a hit is no use; "optimum" is Belady's, which knows the future.
-MODELS: Final = ("lru", "fifo", "optimum")
+# Eviction policies that are modelled: in "fifo" a hit is no use; "lfu" evicts what was used least often since it is
+# cached, of equals the least recent; "optimum" is Belady's, which knows the future.
+MODELS: Final = ("lru", "fifo", "lfu", "optimum")
 
 
 @dataclass(frozen=True)
@@ -167,13 +168,17 @@ def model_hit_rate(
         # Given back tail first, so that of one request the end is older than the beginning.
         for index in reversed(range(len(chain))):
             clock += 1
+            before = old[index]
             if policy == "optimum":
                 at = span.start + index
                 next_use, depth = (following[at], place[at]) if at < span.stop else (len(trace), 0)
-                cache.give(*chain[index], (-next_use, -depth))
+                rank = (-next_use, -depth)
+            elif policy == "fifo":
+                rank = before or (clock, 0)
             else:
-                first = old[index] if policy == "fifo" else None
-                cache.give(*chain[index], first or (clock, 0))
+                uses = 1 + (before[0] if before else 0)
+                rank = (uses if policy == "lfu" else 0, clock)
+            cache.give(*chain[index], rank)
         tell(1)
     return HitRate(hit_blocks * size, queried_tokens, hit_blocks, queried_blocks, int((~served).sum()))
 

@@ -195,7 +195,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--curve",
         action="store_true",
-        help="prefix-cache hit rate against capacity: LRU, FIFO, the optimum, and an infinite cache",
+        help="prefix-cache hit rate against capacity: LRU, FIFO, LFU, the optimum, and an infinite cache",
     )
     group.add_argument(
         "--capacities",

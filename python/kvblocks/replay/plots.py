@@ -195,9 +195,9 @@ def pools(path: Path, sizings: Sequence[Sizing]) -> None:
 
 
 def hit_rates(path: Path, block_size: int, points: Curve, ceiling: HitRate) -> None:
-    """Token hit rate against capacity: LRU, FIFO, the optimum, and the ceiling."""
-    names = {"lru": "LRU (block manager)", "fifo": "FIFO", "optimum": "optimum (Belady)"}
-    markers = {"lru": "o", "fifo": "s", "optimum": "^"}
+    """Token hit rate against capacity: LRU, FIFO, LFU, the optimum, and the ceiling."""
+    names = {"lru": "LRU (block manager)", "fifo": "FIFO", "lfu": "LFU", "optimum": "optimum (Belady)"}
+    markers = {"lru": "o", "fifo": "s", "lfu": "v", "optimum": "^"}
     with report.figure(path) as axes:
         capacities = [capacity * block_size for capacity, _ in points]
         for index, (policy, name) in enumerate(names.items()):

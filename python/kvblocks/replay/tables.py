@@ -240,6 +240,7 @@ def print_curve(block_size: int, points: Curve, ceiling: HitRate) -> None:
             percent(rates["lru"].tokens),
             percent(rates["lru"].blocks),
             percent(rates["fifo"].tokens),
+            percent(rates["lfu"].tokens),
             percent(rates["optimum"].tokens),
             tokens(rates["lru"].left_out),
         ]
@@ -249,7 +250,7 @@ def print_curve(block_size: int, points: Curve, ceiling: HitRate) -> None:
         f"Prefix cache, blocks of {block_size} tokens: prompt tokens found against capacity",
         [
             *("capacity\n[blocks]", "\n[tokens]", "LRU\n[% tokens]", "LRU\n[% blocks]", "FIFO\n[% tokens]"),
-            *("optimum\n[% tokens]", "prompts longer\nthan the cache"),
+            *("LFU\n[% tokens]", "optimum\n[% tokens]", "prompts longer\nthan the cache"),
         ],
         rows,
         num_left=0,
