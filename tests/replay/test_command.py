@@ -267,6 +267,16 @@ def test_broken_lines_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "trace.csv:6: output: the row has 2 of 3 columns" in capsys.readouterr().err
 
 
+def test_times_in_milliseconds(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spans = [
+        replay(
+            capsys, trace, "--policy", "paged", "--inter-token-ms", "0.001", "--prefill-rate", "1e9", *unit
+        )
+        for unit in ([], ["--time-unit", "ms"])
+    ]
+    assert [span["results"][0]["duration"] for span in spans] == pytest.approx([5.0, 0.005], abs=1e-3)
+
+
 def test_a_trace_without_times_is_saturated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("input,output\n100,20\n200,10\n")

@@ -52,6 +52,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-id", type=_count, metavar="N", help="tokens of a hash id, where not the format's"
     )
     group.add_argument(
+        "--time-unit", choices=list(_TIME_UNITS), help="of times that are numbers, where not the format's"
+    )
+    group.add_argument(
         "--strict", action="store_true", help="a broken line is an error, not counted and left out"
     )
     group.add_argument("--limit", type=_count, metavar="N", help="use the first N requests of the file only")
