@@ -124,6 +124,7 @@ class PagedKVCache:
             )  # few formats have one, and importing the package should be cheap
 
             self.residual = Residual(config, residual_seqs)
+        self._step_rows: list[int] = []  # handles of the step, where there is a residual
         self.calibration = calibration
         self._written = [False] * config.num_layers
 
@@ -196,16 +197,20 @@ class PagedKVCache:
         them again, which does no harm to those already made. Raises RuntimeError if more sequences than
         residual_seqs need a residual.
         """
+        rows: list[int] = []
         if self.residual is not None:
-            self.residual.reserve(self.manager, _as_list(handles))
+            rows = _as_list(handles)
+            self.residual.reserve(self.manager, rows)
         scheduled = self.step.schedule(handles, num_new, **options)
         if scheduled.num_copies and not options.get("append"):  # rows that are appended copy nothing
             self.backend.copy_blocks(self.layers, self.step.copies)
         if self.residual is not None and (scheduled or options.get("policy") == "fit"):
+            rows = (self._step_rows if options.get("append") else []) + rows
+            self._step_rows = rows[: scheduled.num_seqs]
             self.residual.plan(
                 self.backend,
                 self.layers,
-                _as_list(handles)[: scheduled.num_seqs],
+                self._step_rows,
                 self.step.block_tables,
                 self.step.seq_lens,
                 self.step.query_start_loc,

@@ -68,11 +68,24 @@ class ResidualMachine(RuleBasedStateMachine):
             cached = answer.num_cached_tokens
             self.sequences[answer.handle] = Sequence(tokens, [[None] * cached for _ in LAYERS], cached)
 
-    def schedule(self, handles: list[int], counts: list[int]) -> list[int] | None:
-        """Schedule, and bring the model to what the residual has then; the first token that each row sees exactly."""
-        begins = [self.sequences[handle].num_computed for handle in handles]
-        if not self.cache.schedule(handles, counts):
+    def schedule(self, handles: list[int], counts: list[int], *, append: bool = False) -> list[int] | None:
+        """Schedule at once, or the first row and then the others; the first token that each row sees exactly."""
+        num_first = 1 if append else len(handles)
+        if not self.cache.schedule(handles[:num_first], counts[:num_first]):
             return None
+        firsts = self.settle(handles[:num_first])
+        if num_first < len(handles):
+            if not self.cache.schedule(handles[1:], counts[1:], append=True):
+                self.manager.abort_step(handles[:1])
+                return None
+            # The rows before are prepared again, which changes nothing.
+            assert self.settle(handles[:1]) == firsts
+            firsts += self.settle(handles[1:])
+        return firsts
+
+    def settle(self, handles: list[int]) -> list[int]:
+        """Bring the model to what the residual of rows that were scheduled has."""
+        begins = [self.sequences[handle].num_computed for handle in handles]
         for src, dst in self.cache.step.copies.tolist():
             for blocks in self.blocks:
                 if src in blocks:
@@ -123,8 +136,8 @@ class ResidualMachine(RuleBasedStateMachine):
         return np.stack(parts)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), attend_late=st.booleans())
-    def step(self, data: st.DataObject, attend_late: bool) -> None:
+    @rule(data=st.data(), attend_late=st.booleans(), append=st.booleans())
+    def step(self, data: st.DataObject, attend_late: bool, append: bool) -> None:
         handles = data.draw(st.lists(st.sampled_from(self.running), min_size=1, max_size=3, unique=True))
         counts = []
         for handle in handles:
@@ -135,7 +148,7 @@ class ResidualMachine(RuleBasedStateMachine):
             counts.append(count)
         if 0 in counts:
             return
-        firsts = self.schedule(handles, counts)
+        firsts = self.schedule(handles, counts, append=append)
         if firsts is None:
             return
         # Each query sees the step's own tokens exactly, older ones as the residual or the blocks have them.
