@@ -7,12 +7,14 @@ block what its codes stood for when it was filled. From these it says which valu
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import kvblocks as kv
 from conformance import reference
+from kvblocks.backends import get_backend
 from kvblocks.backends.codecs import decode, encode, per_token
 
 NUM_LAYERS, BLOCK_SIZE, RESIDUAL, DIM = 2, 32, 20, 8
@@ -38,13 +40,15 @@ class Sequence:
 
 class ResidualMachine(RuleBasedStateMachine):
     kv_format = "kivi2"
+    backend = "numpy"
+    tolerance = 1e-5  # of an output, against its size or 0.1, whichever is more
 
     def __init__(self) -> None:
         super().__init__()
         config = kv.CacheConfig(
             NUM_LAYERS, 1, DIM, block_size=BLOCK_SIZE, kv_format=self.kv_format, residual_tokens=RESIDUAL
         )
-        self.cache = kv.PagedKVCache(config, 40, backend="numpy", max_seqs=8, residual_seqs=8, seed=0)
+        self.cache = kv.PagedKVCache(config, 40, backend=self.backend, max_seqs=8, residual_seqs=8, seed=0)
         self.manager = self.cache.manager
         self.parts = config.formats[0]
         self.sequences: dict[int, Sequence] = {}
@@ -208,7 +212,9 @@ class ResidualMachine(RuleBasedStateMachine):
                 expected, _ = reference.attend_query(
                     q[query].astype(np.float64), k, v, len(k) - (end - 1 - query)
                 )
-                np.testing.assert_allclose(out[query], expected, rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(
+                    out[query], expected, rtol=self.tolerance, atol=self.tolerance / 10
+                )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.sampled_from([1, 33, 70]), num_layers=st.integers(0, NUM_LAYERS))
@@ -308,6 +314,18 @@ class MixedMachine(ResidualMachine):
     kv_format = "kivi4,int8"
 
 
+class CpuMachine(ResidualMachine):
+    """The same in float32."""
+
+    backend = "cpu"
+    tolerance = 1e-4
+
+
+HAS_KERNELS = "kivi2" in get_backend("cpu").supported().k_formats
+
 TestKivi2 = ResidualMachine.TestCase
 TestMixed = MixedMachine.TestCase
-TestKivi2.settings = TestMixed.settings = settings(stateful_step_count=30, report_multiple_bugs=False)
+TestCpu = pytest.mark.skipif(not HAS_KERNELS, reason="cpu refuses kivi2")(CpuMachine.TestCase)
+TestKivi2.settings = TestMixed.settings = TestCpu.settings = settings(
+    stateful_step_count=30, report_multiple_bugs=False
+)
