@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -85,6 +86,20 @@ class Calibration:
         self.num_tokens[layer] += len(k)
         if self.window_tokens is not None and self.num_tokens[layer] >= self.window_tokens:
             self._frozen[layer] = True
+
+    def of_heads(self, first: int, last: int) -> Calibration:
+        """What is known of the heads first..last, as a rank needs it that has these only: a frozen copy.
+
+        The scale of a whole tensor is then that of these heads. Raises ValueError for heads that are none.
+        """
+        num_heads = self.k_amax.shape[1]
+        if not 0 <= first < last <= num_heads:
+            raise ValueError(f"heads {first}..{last}, expected a range within 0..{num_heads}")
+        part = deepcopy(self)
+        for name in ("k_amax", "v_amax", "k_histogram", "v_histogram"):
+            setattr(part, name, getattr(self, name)[:, first:last].copy())
+        part.freeze()
+        return part
 
     def percentile(self, part: Part, layer: int, percent: float) -> F32:
         """The magnitude that `percent` of a head's elements do not exceed [num_kv_heads]; 100 is the amax.

@@ -157,6 +157,19 @@ def test_files_with_numbers_that_are_none(tmp_path: Path) -> None:
         Calibration.load(tmp_path / "bad.safetensors", CONFIG)
 
 
+def test_a_rank_takes_its_heads() -> None:
+    calibration, _, _ = make()
+    part = calibration.of_heads(1, 3)
+    for scaling in ("fp8_e4m3:head", "int8:channel"):
+        whole = calibration.scale("k", 1, part_of(scaling))
+        np.testing.assert_array_equal(part.scale("k", 1, part_of(scaling)), whole[1:3])
+    assert part.is_frozen
+    assert not calibration.is_frozen
+    for first, last in ((-1, 2), (2, 2), (0, 4)):
+        with pytest.raises(ValueError, match=rf"heads {first}\.\.{last}, expected a range within 0\.\.3"):
+            calibration.of_heads(first, last)
+
+
 def test_refusals() -> None:
     calibration, k, v = make()
     with pytest.raises(ValueError, match="window_tokens is 0"):
