@@ -141,7 +141,7 @@ def test_the_default_curve_reaches_from_few_blocks_to_all() -> None:
     segments = Segments(trace, 4)
     sizes = capacities(segments)
     assert sizes == sorted(set(sizes))
-    assert (len(sizes), sizes[0], sizes[-1]) == (6, 20, segments.distinct_blocks)
+    assert (len(sizes), sizes[0], sizes[-1]) == (6, 10, segments.distinct_blocks)
     rates = [by_policy["lru"].tokens for _, by_policy in curve(segments, sizes)]
     assert np.diff(rates).min() >= 0
     assert rates[-1] == pytest.approx(ceiling(segments).tokens, abs=0.01)

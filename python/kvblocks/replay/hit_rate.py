@@ -240,10 +240,10 @@ class _ModelCache:
 
 
 def capacities(segments: Segments, num_points: int = 6) -> list[int]:
-    """Cache sizes worth a look, in blocks: from twice the longest prompt to all distinct blocks, evenly by factor."""
+    """Cache sizes worth a look, in blocks: from the longest prompt to all distinct blocks, evenly by factor."""
     size = segments.block_size
     most = segments.distinct_blocks
-    least = min(2 * -(-int(segments.trace.prompt_tokens.max()) // size), most)
+    least = min(-(-int(segments.trace.prompt_tokens.max()) // size), most)
     points = np.geomspace(max(least, 1), max(most, 1), num_points)
     return sorted({round(float(point)) for point in points})
 

@@ -1,7 +1,7 @@
 """A trace of requests as columns, and the token ids that its hash ids stand for.
 
 Owns `Trace`. Imports NumPy only. Invariant: requests stand in order of arrival, the first at 0 s; every request has at
-least one prompt token and one token of output. Memory: 20 bytes a request and 4 bytes a hash id; token ids exist for
+least one prompt token and one token of output. Memory: 28 bytes a request and 4 bytes a hash id; token ids exist for
 one request at a time.
 """
 
