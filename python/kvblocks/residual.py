@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from kvblocks.formats import residual_slots
 from kvblocks.layout import LayerCache, convert, from_float32, storage_dtype, to_float32
 
 Ints = NDArray[np.int64]
+
+_LARGEST_HALF: Final = np.float32(65504)
 
 
 @dataclass
@@ -169,7 +171,7 @@ class Residual:
         """Keep the step's tokens of a layer, and quantise the blocks that they fill."""
         plan = self._planned()
         num_new = int(plan.is_new.sum())
-        new_k, new_v = (convert(rows[:num_new], self._config.residual_dtype) for rows in (k, v))
+        new_k, new_v = (self._rounded(rows[:num_new]) for rows in (k, v))
         tail = self._tail_of(layer, plan, new_k, new_v)
         if len(plan.full):
             backend.write(cache, tail.k[plan.full], tail.v[plan.full], plan.full_slots)
@@ -300,6 +302,13 @@ class Residual:
                 part[plan.is_new] = new
             parts.append(part)
         return Tail(parts[0], parts[1], plan.tail_start)
+
+    def _rounded(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Rows in 16 bit; what float16 does not reach becomes its largest number, as it does in the blocks."""
+        dtype = self._config.residual_dtype
+        if dtype == "float16" and rows.dtype != np.float16:
+            rows = np.clip(to_float32(rows), -_LARGEST_HALF, _LARGEST_HALF)
+        return convert(rows, dtype)
 
     def _planned(self) -> _Plan:
         if self._plan is None:

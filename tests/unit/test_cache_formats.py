@@ -219,6 +219,20 @@ class TestResidual:
         with pytest.raises(error, match=message):
             cache.write(0, k, rows(40, 0)[1])
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_values_that_float16_does_not_reach(self, dtype: str) -> None:
+        """Held at its largest number where the residual is float16; bfloat16 has room for them."""
+        config = kv.CacheConfig(1, 1, 8, dtype=dtype, block_size=32, kv_format="kivi4", residual_tokens=32)
+        cache = kv.PagedKVCache(config, 4, backend="numpy")
+        handle = admit(cache, [0] * 2).handle
+        assert cache.schedule([handle], 2)
+        k = np.full((2, 1, 8), 2.0**17, np.float32)
+        k[1] = -np.inf
+        cache.write(0, k, k)
+        cache.manager.commit([handle], 2)
+        expected = [65504, -65504] if dtype == "float32" else [2.0**17, -np.inf]
+        assert cache.gather(handle, 0)[0][:, 0, 0].tolist() == expected
+
     def test_padding_is_no_token(self) -> None:
         cache, plain = make_cache("kivi4", num_layers=1), make_cache("float16", num_layers=1)
         outs = []
