@@ -23,7 +23,7 @@ from kvblocks._core import BlockManager, StaleHandleError
 from kvblocks.backends import Backend, Tail
 from kvblocks.config import CacheConfig
 from kvblocks.formats import residual_slots
-from kvblocks.layout import LayerCache, convert, from_float32, storage_dtype, to_float32
+from kvblocks.layout import LayerCache, convert, storage_dtype, to_float32
 
 Ints = NDArray[np.int64]
 
@@ -288,7 +288,7 @@ class Residual:
             (self.k[layer], self.v[layer]), backend.gather(cache, block, last - first), strict=True
         ):
             assert storage is not None
-            storage[slots] = from_float32(rows, self._config.residual_dtype)
+            storage[slots] = self._rounded(rows)
 
     def _tail_of(
         self, layer: int, plan: _Plan, new_k: NDArray[Any] | None, new_v: NDArray[Any] | None
