@@ -30,6 +30,10 @@ class FakeArray(np.ndarray):
         return self.__array_interface__ | {"strides": self.strides}
 
     @property
+    def data(self) -> SimpleNamespace:  # type: ignore[override]
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    @property
     def device(self) -> SimpleNamespace:  # type: ignore[override]
         return SimpleNamespace(id=getattr(self.base, "device_id", 0))
 
@@ -55,7 +59,10 @@ class FakeCupy:
     capturing: set[int] = field(default_factory=set)
     launches: list[Launch] = field(default_factory=list)
     attributes: list[tuple[int, int, int]] = field(default_factory=list)
+    # (stream that an event was recorded on, None), (stream that waited, event).
+    waits: list[tuple[int, int | None]] = field(default_factory=list)
     num_modules: int = 0
+    ndarray: type = FakeArray
     is_run: bool = True
 
     def __post_init__(self) -> None:
@@ -84,8 +91,11 @@ class FakeCupy:
             driver=driver,
             Module=lambda: _FakeModule(self),
             Device=lambda device: _FakeDevice(self, device),
-            get_current_stream=lambda device=-1: SimpleNamespace(ptr=self.current_stream),
+            get_current_stream=lambda device=-1: _FakeStream(self, self.current_stream),
+            ExternalStream=lambda address, device=-1: _FakeStream(self, address),
+            Event=lambda disable_timing: SimpleNamespace(ptr=0xE),
         )
+        runtime.eventRecord = lambda event, stream: self.waits.append((stream, None))
 
     # --- Arrays.
 
@@ -146,6 +156,21 @@ class _FakeDevice:
 
     def __exit__(self, *_: object) -> None:
         self._cupy.current_device = self._before
+
+
+class _FakeStream:
+    def __init__(self, cupy: FakeCupy, address: int) -> None:
+        self._cupy = cupy
+        self.ptr = address
+
+    def wait_event(self, event: SimpleNamespace) -> None:
+        self._cupy.waits.append((self.ptr, event.ptr))
+
+    def __enter__(self) -> None:
+        self._before, self._cupy.current_stream = self._cupy.current_stream, self.ptr
+
+    def __exit__(self, *_: object) -> None:
+        self._cupy.current_stream = self._before
 
 
 class _FakeModule:

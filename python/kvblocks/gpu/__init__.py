@@ -3,6 +3,37 @@
 Imports nothing that a machine without a GPU lacks; CuPy and torch are imported when a call needs them.
 """
 
+from kvblocks.backends.cupy import CaptureError
+from kvblocks.gpu.calls import (
+    copy_blocks,
+    dequantize,
+    first_error,
+    gather_kv,
+    layer_cache,
+    merge_states,
+    move_slots,
+    paged_attention,
+    quantize,
+    warmup,
+    write_kv,
+)
 from kvblocks.gpu.readiness import Readiness, check
+from kvblocks.kernels.cubins import prebuild
 
-__all__ = ["Readiness", "check"]
+__all__ = [
+    "CaptureError",
+    "Readiness",
+    "check",
+    "copy_blocks",
+    "dequantize",
+    "first_error",
+    "gather_kv",
+    "layer_cache",
+    "merge_states",
+    "move_slots",
+    "paged_attention",
+    "prebuild",
+    "quantize",
+    "warmup",
+    "write_kv",
+]

@@ -1,0 +1,286 @@
+"""The libraries whose arrays a call may bring: what they say of an array, where new ones come from, which stream.
+
+Owns `Library` with `TorchLibrary` and `CupyLibrary`, and `library_of`. Imports the CuPy backend; torch and CuPy when
+one of their arrays is met.
+Invariant: a call's new arrays are of the library of its arguments and its work is ordered with that library's, so a
+caller who synchronises as he would with his own operations is right.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks.backends.cupy import CupyMemory, launcher_of
+from kvblocks.backends.device import Memory
+from kvblocks.backends.foreign import is_dlpack_only, look_at
+from kvblocks.gpu.plans import ALIGNMENT
+from kvblocks.kernels.launcher import Launcher
+from kvblocks.layout import Array
+
+
+class Library(Protocol):
+    """What a direct function needs of the arrays that it is given."""
+
+    def look(self, array: Array) -> tuple[int, object]:
+        """The address, and what else decides how a call is planned: shape, strides, dtype, device, alignment."""
+
+    def address_of(self, array: Array) -> int:
+        """The address of an array that `memory` made."""
+
+    def describe(self, name: str, array: Array, device: int) -> NDArray[Any]:
+        """See `Memory.describe`."""
+
+    def device_of(self, array: Array) -> int:
+        """The index of the array's device."""
+
+    def current_stream(self, device: int) -> int:
+        """The address of the stream that the library enqueues on."""
+
+    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """A block whose work and new arrays of the library belong to a stream."""
+
+    def planning_on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """A block in which the launcher sees which stream a call will go to, and so whether it is captured."""
+
+    def launcher(self, device: int) -> Launcher:
+        """The launcher of a device."""
+
+    def memory(self, device: int) -> Memory:
+        """New arrays of the library on a device."""
+
+
+class CupyLibrary:
+    """CuPy's arrays, and through CuPy whatever has `__cuda_array_interface__` or DLPack."""
+
+    def __init__(self) -> None:
+        self._cupy: Any = importlib.import_module("cupy")
+
+    def look(self, array: Array) -> tuple[int, object]:
+        """See `Library.look`."""
+        if isinstance(array, self._cupy.ndarray):
+            address = array.data.ptr
+            return address, (
+                array.shape,
+                array.strides,
+                array.dtype.char,
+                array.device.id,
+                address % ALIGNMENT,
+            )
+        if is_dlpack_only(array):
+            return self.look(self._cupy.from_dlpack(array))
+        seen = look_at("array", array)
+        self._order_after(array)
+        return seen.address, (
+            seen.shape,
+            seen.strides,
+            seen.dtype.char,
+            seen.device,
+            seen.address % ALIGNMENT,
+        )
+
+    def address_of(self, array: Array) -> int:
+        """See `Library.address_of`."""
+        return int(array.data.ptr)
+
+    def _order_after(self, array: Array) -> None:
+        """Let the current stream wait for the one that the array's owner says its contents come from."""
+        producer = getattr(array, "__cuda_array_interface__", {}).get("stream")
+        if producer is None:
+            return
+        current = self._cupy.cuda.get_current_stream()
+        if producer != current.ptr:
+            event = self._cupy.cuda.Event(disable_timing=True)
+            self._cupy.cuda.runtime.eventRecord(event.ptr, producer)
+            current.wait_event(event)
+
+    def describe(self, name: str, array: Array, device: int) -> NDArray[Any]:
+        """See `Library.describe`."""
+        return self.memory(device).describe(name, array)
+
+    def device_of(self, array: Array) -> int:
+        """See `Library.device_of`."""
+        if isinstance(array, self._cupy.ndarray):
+            return int(array.device.id)
+        seen = look_at("array", self._cupy.from_dlpack(array) if is_dlpack_only(array) else array)
+        if seen.device is None:
+            return int(self._cupy.cuda.runtime.pointerGetAttributes(seen.address).device)
+        return seen.device
+
+    def current_stream(self, device: int) -> int:
+        """See `Library.current_stream`."""
+        return int(self._cupy.cuda.get_current_stream(device).ptr)
+
+    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """See `Library.on`."""
+        context: AbstractContextManager[Any] = self._cupy.cuda.ExternalStream(stream, device)
+        return context
+
+    planning_on = on
+
+    def launcher(self, device: int) -> Launcher:
+        """See `Library.launcher`."""
+        return launcher_of(device)
+
+    def memory(self, device: int) -> Memory:
+        """See `Library.memory`."""
+        return CupyMemory(launcher_of(device))
+
+
+class TorchLibrary:
+    """torch's tensors; every dtype by its bits, FP8 and bfloat16 too. New tensors come from torch's allocator."""
+
+    def __init__(self) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        # current_stream() makes an object; this is what it asks.
+        self._raw_stream: Any = getattr(
+            importlib.import_module("torch._C"), "_cuda_getCurrentRawStream", None
+        )
+
+    def look(self, array: Array) -> tuple[int, object]:
+        """See `Library.look`."""
+        address = array.data_ptr()
+        return address, (array.shape, array.stride(), array.dtype, array.get_device(), address % ALIGNMENT)
+
+    def address_of(self, array: Array) -> int:
+        """See `Library.address_of`."""
+        return int(array.data_ptr())
+
+    def describe(self, name: str, array: Array, device: int) -> NDArray[Any]:
+        """See `Library.describe`."""
+        return CupyMemory(launcher_of(device)).describe(name, array)
+
+    def device_of(self, array: Array) -> int:
+        """See `Library.device_of`."""
+        device = int(array.get_device())
+        if device < 0:
+            look_at("array", array)  # says that it is on the host
+        return device
+
+    def current_stream(self, device: int) -> int:
+        """See `Library.current_stream`."""
+        if self._raw_stream is not None:
+            return int(self._raw_stream(device))
+        return int(self._torch.cuda.current_stream(device).cuda_stream)
+
+    def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """See `Library.on`."""
+        cuda = self._torch.cuda
+        context: AbstractContextManager[Any] = cuda.stream(cuda.ExternalStream(stream, device=device))
+        return context
+
+    def planning_on(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """See `Library.planning_on`."""
+        cuda = importlib.import_module("cupy").cuda
+        context: AbstractContextManager[Any] = cuda.ExternalStream(stream, device)
+        return context
+
+    def launcher(self, device: int) -> Launcher:
+        """See `Library.launcher`."""
+        return launcher_of(device)
+
+    def memory(self, device: int) -> Memory:
+        """See `Library.memory`."""
+        attributes = CupyMemory(launcher_of(device))
+        return TorchMemory(
+            self._torch.device("cuda", device), attributes.num_multiprocessors, attributes.max_shared_bytes
+        )
+
+
+class TorchMemory:
+    """New tensors of one device. An element of 16 bits without a sign is a bfloat16, as everywhere."""
+
+    def __init__(self, device: Any, num_multiprocessors: int, max_shared_bytes: int) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._device = device
+        self.num_multiprocessors = num_multiprocessors
+        self.max_shared_bytes = max_shared_bytes
+        torch = self._torch
+        self._dtypes: dict[np.dtype[Any], Any] = {
+            np.dtype(np.float32): torch.float32,
+            np.dtype(np.float16): torch.float16,
+            np.dtype(np.uint16): torch.bfloat16,
+            np.dtype(np.uint8): torch.uint8,
+            np.dtype(np.int8): torch.int8,
+            np.dtype(np.uint32): torch.int32,  # counts below 2^31, and bits
+            np.dtype(np.int32): torch.int32,
+            np.dtype(np.int64): torch.int64,
+        }
+
+    def describe(self, name: str, array: Array) -> NDArray[Any]:
+        """See `Memory.describe`."""
+        return look_at(name, array).described()
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """See `Memory.empty`."""
+        return self._torch.empty(tuple(shape), dtype=self._dtypes[np.dtype(dtype)], device=self._device)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
+        """See `Memory.zeros`."""
+        return self._torch.zeros(tuple(shape), dtype=self._dtypes[np.dtype(dtype)], device=self._device)
+
+    def upload(self, array: NDArray[Any]) -> Array:
+        """See `Memory.upload`."""
+        return self._torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def download(self, array: Array) -> NDArray[Any]:
+        """See `Memory.download`."""
+        host: NDArray[Any] = array.cpu().numpy()
+        return host
+
+    def plain(self, array: Array) -> Array:
+        """See `Memory.plain`."""
+        return array.clone(memory_format=self._torch.contiguous_format)
+
+    def assign(self, target: Array, source: Array | int) -> None:
+        """See `Memory.assign`."""
+        if isinstance(source, int):
+            target.fill_(source)
+        else:
+            target.copy_(source)
+
+    def convert(self, array: Array, dtype: Any) -> Array:
+        """See `Memory.convert`."""
+        return array.to(self._dtypes[np.dtype(dtype)])
+
+    def device(self) -> int:
+        """See `Memory.device`."""
+        return int(self._device.index or 0)
+
+    def stream(self) -> int:
+        """See `Memory.stream`."""
+        return int(self._torch.cuda.current_stream(self._device).cuda_stream)
+
+
+# By the type of an array, so that a call finds its library at the cost of one look-up.
+_LIBRARIES: Final[dict[type, Library]] = {}
+
+
+def library_of(array: object) -> Library:
+    """The library of an array. Raises TypeError for what is no array on a GPU."""
+    library = _LIBRARIES.get(type(array))
+    if library is None:
+        torch = sys.modules.get("torch")  # who has a tensor has imported it
+        if torch is not None and isinstance(array, torch.Tensor):
+            library = _torch()
+        else:
+            if not is_dlpack_only(array):
+                look_at("array", array)
+            library = _cupy()
+        _LIBRARIES[type(array)] = library
+    return library
+
+
+@cache
+def _torch() -> TorchLibrary:
+    return TorchLibrary()
+
+
+@cache
+def _cupy() -> CupyLibrary:
+    return CupyLibrary()

@@ -1,0 +1,328 @@
+"""Direct calls against the backend that they are planned with, and what a repeated call does and does not do again."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu.host import HostLibrary
+from kernels.emulator import emulated_backend
+from kvblocks import gpu
+from kvblocks.config import CacheConfig
+from kvblocks.gpu import calls, devices, libraries
+from kvblocks.gpu.plans import Planner
+from kvblocks.layout import LayerCache
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostLibrary]:
+    library = HostLibrary()
+    monkeypatch.setitem(libraries._LIBRARIES, np.ndarray, library)
+    monkeypatch.setattr(devices, "_DEVICES", {})
+    return library
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every plan that is made."""
+    made: list[Any] = []
+    plan = Planner.plan
+
+    def counted(self: Planner, views: Any, call: Any) -> Any:
+        made.append(plan(self, views, call))
+        return made[-1]
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    return made
+
+
+def make_cache(
+    kv_format: str = "float32", num_blocks: int = 24, layout: str = "NHD", **sizes: Any
+) -> LayerCache:
+    sizes = {"num_kv_heads": 2, "head_dim": 32, "block_size": 8} | sizes
+    config = CacheConfig(1, kv_format=kv_format, layout=layout, dtype="float16", **sizes)
+    (cache,) = emulated_backend().allocate(config, num_blocks)
+    return cache
+
+
+class Step:
+    """Two sequences: their K, V and Q, and index arrays."""
+
+    def __init__(
+        self, seed: int = 0, lens: tuple[int, ...] = (37, 9), num_new: tuple[int, ...] = (1, 3)
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        ids = rng.permutation(np.arange(1, 24))
+        self.tables = np.zeros((len(lens), 6), np.int32)
+        slots = []
+        for row, length in enumerate(lens):
+            self.tables[row] = ids[6 * row : 6 * row + 6]
+            position = np.arange(length)
+            slots.append(self.tables[row][position // 8].astype(np.int64) * 8 + position % 8)
+        self.slots = np.concatenate(slots)
+        self.k, self.v = rng.standard_normal((2, len(self.slots), 2, 32)).astype(np.float16)
+        self.q = rng.standard_normal((sum(num_new), 4, 32)).astype(np.float16)
+        self.lens = np.array(lens, np.int32)
+        self.starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)
+
+    @property
+    def index(self) -> tuple[np.ndarray, ...]:
+        return self.tables, self.lens, self.starts
+
+
+FORMATS = ["float32", "float16", "fp8_e4m3", "int8"]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_step_is_the_backends(library: HostLibrary, plans: list[Any], kv_format: str, layout: str) -> None:
+    """Two steps of one shape through one plan each, in another cache the second time."""
+    for seed in range(2):
+        step = Step(seed)
+        ours, theirs = (make_cache(kv_format, layout=layout) for _ in range(2))
+        gpu.write_kv(ours, step.k, step.v, step.slots)
+        lse = np.empty((4, 4), np.float32)
+        out = gpu.paged_attention(ours, step.q, *step.index, window=20, soft_cap=30.0, lse=lse)
+        backend = emulated_backend()
+        backend.write(theirs, step.k, step.v, step.slots)
+        wanted_lse = np.empty_like(lse)
+        wanted = backend.attend(theirs, step.q, *step.index, window=20, soft_cap=30.0, lse=wanted_lse)
+        np.testing.assert_array_equal(out, wanted)
+        np.testing.assert_array_equal(lse, wanted_lse)
+        for (name, a), (_, b) in zip(ours.named_arrays, theirs.named_arrays, strict=True):
+            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), err_msg=name)
+    assert len(plans) == 2
+
+
+def test_every_other_call_is_the_backends_too(library: HostLibrary, plans: list[Any]) -> None:
+    backend = emulated_backend()
+    rng = np.random.default_rng(1)
+    for seed in range(2):
+        step = Step(seed)
+        pool = [make_cache("int8"), make_cache("float16")]
+        for cache in pool:
+            backend.write(cache, step.k, step.v, step.slots)
+        for dtype in ("float32", "bfloat16"):
+            for a, b in zip(
+                gpu.gather_kv(pool[0], step.tables[0], 37, dtype=dtype),
+                backend.gather(pool[0], step.tables[0], 37, dtype=dtype),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(a, b)
+        x = (rng.standard_normal((5, 2, 48)) * 400).astype(np.float32)
+        for kv_format, scale in (
+            ("fp8_e4m3:tensor", 1.0),
+            ("int8", "amax"),
+            ("fp8_e5m2:head", np.array([2, 3], np.float32)),
+        ):
+            ours, theirs = gpu.quantize(x, kv_format, scale), backend.quantize(x, kv_format, scale)
+            for field in ("codes", "scale", "amax", "num_clipped"):
+                np.testing.assert_array_equal(getattr(ours, field), getattr(theirs, field))
+            np.testing.assert_array_equal(
+                gpu.dequantize(ours.codes, kv_format, ours.scale, dtype="float16"),
+                backend.dequantize(theirs.codes, kv_format, theirs.scale, dtype="float16"),
+            )
+        state = step.q, rng.standard_normal((4, 4)).astype(np.float32)
+        other = step.q[::-1], rng.standard_normal((4, 4)).astype(np.float32)
+        for a, b in zip(gpu.merge_states(*state, *other), backend.merge_states(*state, *other), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_blocks_and_slots_of_all_caches(library: HostLibrary, plans: list[Any]) -> None:
+    step = Step()
+    pool = [make_cache("int8"), make_cache("float16", layout="HND")]
+    for cache in pool:
+        gpu.write_kv(cache, step.k, step.v, step.slots)
+    source = int(step.tables[0, 0])
+    for destination in (22, 23):
+        gpu.copy_blocks(pool, np.array([[source, destination]], np.int32))
+    moves = np.array([[source * 8 + 3, source * 8]], np.int64)
+    gpu.move_slots(pool, moves, np.array([0, 1], np.int32))
+    for cache in pool:
+        k = cache.k_nhd
+        np.testing.assert_array_equal(k[22], k[23])
+        np.testing.assert_array_equal(k[22, 1:], k[source, 1:])
+        np.testing.assert_array_equal(k[source, 0], k[source, 3])
+    assert len(plans) == 4
+
+
+def test_a_pool_of_other_caches_is_another_plan(library: HostLibrary, plans: list[Any]) -> None:
+    """The call stores addresses of its pool, so an id that another cache has by then must not find it."""
+    copies = np.array([[1, 2]], np.int32)
+    for round_ in range(8):
+        pool = [make_cache("float16")]
+        pool[0].k[...] = round_
+        gpu.copy_blocks(pool, copies)
+        np.testing.assert_array_equal(pool[0].k[2], pool[0].k[1])
+        del pool
+        gc.collect()
+    assert len(plans) == 8
+
+
+def test_what_decides_a_plan(library: HostLibrary, plans: list[Any]) -> None:
+    step, cache = Step(), make_cache()
+    gpu.write_kv(cache, step.k, step.v, step.slots)
+    plans.clear()
+    wide = np.empty((4, 4, 64), np.float16)
+    wide[..., :32] = step.q
+    base = gpu.paged_attention(cache, step.q, *step.index)
+    assert len(plans) == 1
+    for number, (q, options) in enumerate(
+        [
+            (wide[..., :32], {}),  # other strides
+            (step.q.astype(np.float32), {}),  # another dtype
+            (step.q, {"scale": 0.5}),
+            (step.q, {"lse": np.empty((4, 4), np.float32)}),
+            (step.q, {"split_size": 64}),
+        ]
+    ):
+        gpu.paged_attention(cache, q, *step.index, **options)
+        gpu.paged_attention(cache, q.copy() if q.flags.c_contiguous else q, *step.index, **options)
+        assert len(plans) == 2 + number
+    np.testing.assert_array_equal(gpu.paged_attention(cache, step.q, *step.index), base)
+    assert len(plans) == 6
+
+
+def test_a_misaligned_array_is_not_taken_for_an_aligned_one(library: HostLibrary, plans: list[Any]) -> None:
+    step, cache = Step(), make_cache("float16")
+    gpu.write_kv(cache, step.k, step.v, step.slots)
+    wanted = cache.k.copy()
+    shifted = np.empty(step.k.size + 1, np.float16)[1:].reshape(step.k.shape)
+    shifted[...] = step.k
+    assert shifted.ctypes.data % 16 != step.k.ctypes.data % 16
+    cache.k[...] = 0
+    gpu.write_kv(cache, shifted, step.v, step.slots)
+    assert len(plans) == 2
+    np.testing.assert_array_equal(cache.k[cache.k != 0], wanted[cache.k != 0])
+    assert (cache.k != 0).sum() > step.k.size * 0.99
+
+
+def test_arrays_that_must_be_copied_are_copied_in_every_call(library: HostLibrary, plans: list[Any]) -> None:
+    """Rows whose elements are not neighbours, and a result that is not either: one plan, right twice."""
+    cache = make_cache("float16")
+    for seed in range(2):
+        step = Step(seed)
+        gpu.write_kv(cache, step.k, step.v, step.slots)
+        q = np.moveaxis(np.ascontiguousarray(np.moveaxis(step.q, 2, 0)), 0, 2)
+        out = np.moveaxis(np.empty((32, 4, 4), np.float16), 0, 2)
+        assert gpu.paged_attention(cache, q, *step.index, out=out) is out
+        np.testing.assert_array_equal(out, emulated_backend().attend(cache, step.q, *step.index))
+    assert len(plans) == 2
+
+
+def test_streams(library: HostLibrary) -> None:
+    step, cache = Step(), make_cache()
+    gpu.write_kv(cache, step.k, step.v, step.slots)
+    gpu.write_kv(cache, step.k, step.v, step.slots, stream=0xBEEF)
+    assert library.streams == [0x5EED, 0xBEEF]
+    assert library.entered == [0xBEEF]
+    with pytest.raises(TypeError, match=r"^stream: str, expected None, an address"):
+        gpu.write_kv(cache, step.k, step.v, step.slots, stream="0")
+    assert len(library.streams) == 2
+
+
+def test_partial_results_in_a_workspace(library: HostLibrary) -> None:
+    step, cache = Step(lens=(47, 47), num_new=(1, 1)), make_cache()
+    gpu.write_kv(cache, step.k, step.v, step.slots)
+    out = np.empty_like(step.q)
+    with pytest.raises(ValueError, match=r"^workspace: give out as well"):
+        gpu.paged_attention(cache, step.q, *step.index, workspace=np.empty(9, np.uint8))
+    small, large = (np.empty(size, np.uint8) for size in (100, 1 << 20))
+    many = np.zeros((2, 24), np.int32)
+    many[:, :6] = step.tables
+    wanted = emulated_backend(split_size=64).attend(cache, step.q, many, step.lens, step.starts)
+
+    class Seen:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+            self.dtype = array.dtype
+            self.__cuda_array_interface__ = array.__array_interface__
+
+    with pytest.raises(ValueError, match=r"^workspace: 100 bytes, the call needs \d+ to be sure"):
+        gpu.paged_attention(
+            cache, step.q, many, step.lens, step.starts, out=out, split_size=64, workspace=Seen(small)
+        )
+    gpu.paged_attention(
+        cache, step.q, many, step.lens, step.starts, out=out, split_size=64, workspace=Seen(large)
+    )
+    np.testing.assert_array_equal(out, wanted)
+
+
+def test_refusals_name_the_argument_and_leave_no_plan(library: HostLibrary, plans: list[Any]) -> None:
+    step, cache = Step(), make_cache()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^k: axis 2 \(head_dim\) is 16, expected 32"):
+            gpu.write_kv(cache, step.k[..., :16], step.v, step.slots)
+        with pytest.raises(TypeError, match=r"^slot_mapping: dtype int32, expected int64"):
+            gpu.write_kv(cache, step.k, step.v, step.slots.astype(np.int32))
+        with pytest.raises(TypeError, match=r"^cache: list, expected a LayerCache"):
+            gpu.write_kv([], step.k, step.v, step.slots)
+        with pytest.raises(ValueError, match=r"^dtype is 'float8'"):
+            gpu.gather_kv(cache, step.tables[0], 3, dtype="float8")
+    assert library.streams == []
+    assert plans == []
+
+
+def test_wrong_values_are_told_on_request(library: HostLibrary) -> None:
+    step, cache = Step(), make_cache()
+    assert gpu.first_error(step.q) is None
+    slots = step.slots.copy()
+    slots[2] = cache.num_slots
+    gpu.write_kv(cache, step.k, step.v, slots)
+    gpu.write_kv(cache, step.k, step.v, slots)
+    told = gpu.first_error(step.q)
+    assert (
+        told
+        == f"a slot of slot_mapping that the cache does not have: row 2, column 0, value {cache.num_slots}"
+    )
+    assert gpu.first_error(step.q) is None
+
+
+def test_any_thread_may_call(library: HostLibrary) -> None:
+    """Threads that share a plan each get the result of their own arrays."""
+    cache = make_cache("float16")
+    steps = [Step(seed) for seed in range(4)]
+    for step in steps:
+        emulated_backend().write(cache, step.k, step.v, step.slots)
+    wanted = [emulated_backend().attend(cache, step.q, *step.index) for step in steps]
+    wrong: list[int] = []
+
+    def run(number: int) -> None:
+        for _ in range(10):
+            step = steps[number]
+            out = gpu.paged_attention(cache, step.q, *step.index)
+            if not np.array_equal(out, wanted[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_plans_do_not_pile_up(library: HostLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_MOST_PLANS", 3)
+    cache, step = make_cache(), Step()
+    for length in range(1, 9):
+        gpu.gather_kv(cache, step.tables[0], length)
+    device = devices.device_for(step.q)
+    assert len(device._plans) == 3
+    assert len(device._known) == 1
+    del cache
+    gc.collect()
+    assert len(device._known) == 0
+
+
+def test_every_direct_function_is_tested_here() -> None:
+    public = {name for name in gpu.__all__ if getattr(calls, name, None) is getattr(gpu, name)}
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert len(public) >= 11
+    assert {name for name in public if f"gpu.{name}(" not in text} <= {"layer_cache", "warmup"}

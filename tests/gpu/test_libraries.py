@@ -1,0 +1,134 @@
+"""Direct calls with arrays of CuPy and of libraries that it can read: streams, captures, devices, owners."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import pytest
+
+from gpu.fake import NULL_STREAM, SOME_STREAM, FakeArray, FakeCupy, fake_cubins
+from kvblocks import gpu
+from kvblocks.backends import cupy as backend_module
+from kvblocks.backends.cupy import CupyLauncher
+from kvblocks.gpu import calls, devices, libraries
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCupy]:
+    fake = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(devices, "_DEVICES", {})
+    monkeypatch.setattr(libraries, "_LIBRARIES", {})
+    libraries._cupy.cache_clear()
+    launchers = {index: CupyLauncher(index, cubins=fake_cubins(tmp_path), cupy=fake) for index in (0, 1)}
+    for module in (libraries, backend_module, calls):
+        monkeypatch.setattr(module, "launcher_of", lambda device=None: launchers[device or 0])
+    yield fake
+    libraries._cupy.cache_clear()
+
+
+def arrays(cupy: FakeCupy) -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 9, 2, 16)).astype(np.float32)
+    q = rng.standard_normal((9, 4, 16)).astype(np.float32)
+    table, lens, starts = np.array([[2, 3, 4]], np.int32), np.array([9], np.int32), np.array([0, 9], np.int32)
+    return tuple(map(cupy.asarray, (k, v, np.arange(8, 17), q, table, lens, starts)))
+
+
+def pool(cupy: FakeCupy) -> Any:
+    return gpu.layer_cache(*(cupy.empty((6, 4, 2, 16), np.float32) for _ in "kv"), "float32")
+
+
+def test_an_engines_own_pool(cupy: FakeCupy) -> None:
+    """Nothing of it is copied, and nothing of it is freed."""
+    k, v, slots, q, *index = arrays(cupy)
+    k_pool, v_pool = (cupy.empty((6, 4, 2, 16), np.float32) for _ in "kv")
+    cache = gpu.layer_cache(k_pool, v_pool, "float32")
+    assert cache.block_size == 4
+    gpu.write_kv(cache, k, v, slots)
+    np.testing.assert_array_equal(np.asarray(k_pool).reshape(24, 2, 16)[8:17], k)
+    out = gpu.paged_attention(cache, q, *index)
+    assert isinstance(out, FakeArray)
+    np.testing.assert_allclose(np.asarray(out)[0, 0], np.asarray(v)[0, 0], rtol=1e-6)
+    owner = ref(k_pool)
+    del k_pool
+    gc.collect()
+    assert owner() is not None
+    del cache
+    gc.collect()
+    assert owner() is None
+
+
+def test_calls_go_to_cupys_stream_or_to_the_named_one(cupy: FakeCupy) -> None:
+    k, v, slots, *_ = arrays(cupy)
+    cache = pool(cupy)
+    cupy.current_stream = SOME_STREAM
+    gpu.write_kv(cache, k, v, slots)
+    gpu.write_kv(cache, k, v, slots, stream=SimpleNamespace(ptr=0xBEEF))
+    gpu.write_kv(cache, k, v, slots, stream=SimpleNamespace(__cuda_stream__=lambda: (0, 0xCAFE)))
+    assert [launch.stream for launch in cupy.launches] == [SOME_STREAM, 0xBEEF, 0xCAFE]
+    assert NULL_STREAM not in [launch.stream for launch in cupy.launches]
+    assert cupy.current_stream == SOME_STREAM
+
+
+def test_a_capture_of_what_was_run_before(cupy: FakeCupy) -> None:
+    k, v, slots, q, *index = arrays(cupy)
+    cache, out = pool(cupy), cupy.empty(q.shape, q.dtype)
+    cupy.current_stream, cupy.capturing = SOME_STREAM, {SOME_STREAM}
+    with pytest.raises(gpu.CaptureError, match=r"inside a capture|is not loaded"):
+        gpu.write_kv(cache, k, v, slots)
+    cupy.capturing = set()
+    gpu.write_kv(cache, k, v, slots)
+    gpu.paged_attention(cache, q, *index, out=out)
+    num_launches = len(cupy.launches)
+    cupy.capturing = {SOME_STREAM}
+    gpu.write_kv(cache, k, v, slots)
+    gpu.paged_attention(cache, q, *index, out=out)
+    assert len(cupy.launches) == 2 * num_launches
+    with pytest.raises(gpu.CaptureError, match=r"an array of shape \(9, 4, 16\) would be allocated"):
+        gpu.paged_attention(cache, q, *index)
+
+
+def test_an_array_of_another_device_is_refused_by_name(cupy: FakeCupy) -> None:
+    k, v, slots, *_ = arrays(cupy)
+    other = SimpleNamespace(
+        __cuda_array_interface__=v.__cuda_array_interface__, device=SimpleNamespace(id=1), dtype=v.dtype
+    )
+    with pytest.raises(ValueError, match=r"^v: on device 1, the call runs on device 0$"):
+        gpu.write_kv(pool(cupy), k, other, slots)
+    assert cupy.launches == []
+
+
+def test_a_call_waits_for_the_stream_that_an_arrays_owner_names(cupy: FakeCupy) -> None:
+    k, v, slots, *_ = arrays(cupy)
+    made_elsewhere = SimpleNamespace(
+        __cuda_array_interface__=k.__cuda_array_interface__ | {"stream": 0xF00}, dtype=k.dtype
+    )
+    cupy.current_stream = SOME_STREAM
+    cache = pool(cupy)
+    gpu.write_kv(cache, k, v, slots)
+    assert cupy.waits == []
+    gpu.write_kv(cache, made_elsewhere, v, slots)
+    assert cupy.waits[:2] == [(0xF00, None), (SOME_STREAM, 0xE)]
+
+
+def test_host_arrays_are_refused(cupy: FakeCupy) -> None:
+    k, v, slots, *_ = arrays(cupy)
+    with pytest.raises(TypeError, match=r"^array: ndarray, expected a torch tensor on a GPU, a CuPy array"):
+        gpu.write_kv(pool(cupy), np.asarray(k).view(np.ndarray), v, slots)
+    with pytest.raises(TypeError, match=r"^k: ndarray, expected a torch tensor on a GPU"):
+        gpu.layer_cache(np.zeros((6, 4, 2, 16)), v, "float32")
+
+
+def test_warmup(cupy: FakeCupy) -> None:
+    from kvblocks.config import CacheConfig
+
+    assert gpu.warmup(CacheConfig(1, 2, 16)) >= 8
+    assert gpu.warmup(CacheConfig(1, 2, 16)) == 0
