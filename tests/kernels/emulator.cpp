@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #define KVB_SANITIZED 1
 #else
@@ -286,6 +287,9 @@ void prepare(Fiber& fiber, const Position& position) {
     fiber.name = "start";
     fiber.num_groups = 0;
     fiber.copies.clear();
+#if KVB_SANITIZED
+    __asan_unpoison_memory_region(fiber.stack, stack_bytes); // what the last fiber's frames have left
+#endif
     auto* top = reinterpret_cast<u64*>(fiber.stack + stack_bytes);
     *--top = 0; // where run_fiber would return to; it never does, and this aligns its frame
     *--top = reinterpret_cast<u64>(&run_fiber);

@@ -85,13 +85,17 @@ class EmulatedLauncher:
     """Runs kernels on host memory: addresses are those of NumPy arrays, streams mean nothing.
 
     schedule: the order in which threads run. folder: another cuda/ folder, whose sources may hold planted bugs.
+    flags: for the compiler, the same ones in the whole process.
     """
 
     # The emulator has one state for the whole process.
     _lock = threading.Lock()
 
-    def __init__(self, schedule: str = "forward", seed: int = 0, folder: Path = CUDA) -> None:
+    def __init__(
+        self, schedule: str = "forward", seed: int = 0, folder: Path = CUDA, flags: tuple[str, ...] = ()
+    ) -> None:
         self.schedule = schedule
+        self.flags = flags
         self.seed = seed
         self.folder = folder
         self.num_launches = 0
@@ -99,8 +103,8 @@ class EmulatedLauncher:
 
     def load(self, instance: Instance) -> "ctypes._NamedFuncPointer":
         if instance not in self._functions:
-            _emulator()
-            library = build(self.folder / instance.kernel.file, self.folder, instance.defines)
+            _emulator(self.flags)
+            library = build(self.folder / instance.kernel.file, self.folder, instance.defines, self.flags)
             function = getattr(ctypes.CDLL(str(library)), instance.kernel.entry)
             size = getattr(ctypes.CDLL(str(library)), f"{instance.kernel.entry}_params_size")()
             assert size == instance.kernel.params.itemsize, instance.name
@@ -122,7 +126,7 @@ class EmulatedLauncher:
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         with self._lock:
             self.num_launches += 1
-            failed = _emulator().kvb_emulate(
+            failed = _emulator(self.flags).kvb_emulate(
                 function,
                 ctypes.c_void_p(params.ctypes.data),
                 (ctypes.c_int32 * 3)(*grid),
@@ -152,8 +156,9 @@ class EmulatedLauncher:
 
 
 @cache
-def _emulator() -> ctypes.CDLL:
-    return ctypes.CDLL(str(build(Path(__file__).with_name("emulator.cpp"), CUDA)), mode=ctypes.RTLD_GLOBAL)
+def _emulator(flags: tuple[str, ...]) -> ctypes.CDLL:
+    library = build(Path(__file__).with_name("emulator.cpp"), CUDA, flags=flags)
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 class HostMemory:

@@ -279,6 +279,35 @@ class TestSplits:
                 emulated_backend("emulated", "forward", size)
 
 
+class TestPrepared:
+    """Fixed arrays, launched again: what a captured graph does."""
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32"])
+    def test_sees_what_the_arrays_hold_at_its_launch(self, dtype: str) -> None:
+        scene = make_scene(harness(), dims=(64, 64), dtype=dtype, seq_lens=(700, 33, 5))
+        lse = np.empty(scene.q.shape[:2], np.float32)
+        step = [scene.block_tables.copy(), scene.seq_lens.copy(), scene.query_start_loc.copy()]
+        prepared = scene.harness.backend.prepare_attend(scene.cache, scene.q, *step, lse=lse)
+        for order in ([0, 1, 2], [2, 0, 1], [1, 1, 1]):
+            step[0][:], step[1][:] = scene.block_tables[order], scene.seq_lens[order]
+            out = prepared()
+            assert out is prepared.out
+            expected = scene.harness.backend.attend(scene.cache, scene.q, *(each.copy() for each in step))
+            assert out.tobytes() == expected.tobytes()
+        # Rows that fall away, as a graph is padded.
+        step[1][1:], step[0][1:] = 0, 0
+        assert not prepared()[1:].any()
+        assert np.isneginf(lse[1:]).all()
+
+    def test_refuses_what_it_would_have_to_copy(self) -> None:
+        scene = make_scene(harness(), dims=(64, 64), dtype="float16")
+        lens = scene.seq_lens.repeat(2)[::2]
+        with pytest.raises(ValueError, match="prepare_attend: expected arrays with contiguous rows"):
+            scene.harness.backend.prepare_attend(
+                scene.cache, scene.q, scene.block_tables, lens, scene.query_start_loc
+            )
+
+
 class TestLongContexts:
     """Field reports P097 and P098: small weights must neither vanish nor add up to a bias."""
 

@@ -1,20 +1,20 @@
 """A backend whose kernels run through a launcher: on a GPU by CuPy, or emulated on a host.
 
-Owns `DeviceBackend`, `Memory` and how arguments become the kernels' parameters. Imports layout, the shared checks and
-kernels.
+Owns `DeviceBackend` and how arguments become the kernels' parameters. Imports layout, the shared checks,
+attention and kernels.
 Invariant: what a call checks it reads from shapes, dtypes, strides and addresses alone, so that no call waits for the
 device; wrong values in index arrays are skipped by the kernels and kept in an error report. Every launch goes to the
 stream that `Memory.stream` names at that moment.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvblocks.backends.attention import Launch, PreparedAttention, plan_attention
 from kvblocks.backends.base import Supported, Tail
 from kvblocks.backends.checks import (
     check_attend,
@@ -38,6 +38,7 @@ from kvblocks.backends.geometry import (
     steps_by,
     strides,
 )
+from kvblocks.backends.memory import Memory
 from kvblocks.config import LAYOUTS, CacheConfig
 from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
 from kvblocks.kernels import params as records
@@ -55,56 +56,10 @@ _CODES: Final = {
     6: "a slot of moves that the cache does not have",
 }
 _INT32_MAX: Final = 2**31 - 1
-# Keys of a split are at least this many, and splits at most so many: more would cost more than they save.
-_SMALLEST_SPLIT_TOKENS: Final = 256
-_MOST_SPLITS: Final = 64
-# Blocks of an attention kernel that an SM holds: what the register budget of specs leaves room for.
-_BLOCKS_PER_SM: Final = 3
 _MOST_BLOCKS_OF_A_LOOP: Final = 4096
 
 _FORMATS: Final = tuple(part for part in all_formats("k") if part.name in DTYPES)
 _V_FORMATS: Final = tuple(part for part in all_formats("v") if part.name in DTYPES)
-
-
-class Memory(Protocol):
-    """Arrays where the kernels can reach them, and the stream that work is enqueued on."""
-
-    num_multiprocessors: int
-    # Dynamic shared memory that a block may have.
-    max_shared_bytes: int
-
-    def describe(self, name: str, array: Array) -> NDArray[Any]:
-        """A NumPy array of the same address, shape, dtype and strides, which nobody may read.
-
-        Raises TypeError that names the argument for what is no array of this memory.
-        """
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """A new array of undefined contents."""
-
-    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
-        """A new array of zeros."""
-
-    def upload(self, array: NDArray[Any]) -> Array:
-        """A copy of a host array."""
-
-    def download(self, array: Array) -> NDArray[Any]:
-        """A copy on the host; waits for the device."""
-
-    def plain(self, array: Array) -> Array:
-        """A contiguous, aligned copy."""
-
-    def assign(self, target: Array, source: Array | int) -> None:
-        """Set the elements of an array."""
-
-    def convert(self, array: Array, dtype: Any) -> Array:
-        """A new array of the same values in another dtype."""
-
-    def device(self) -> int:
-        """The number of the device that is current."""
-
-    def stream(self) -> int:
-        """The address of the stream that the next launch goes to."""
 
 
 class DeviceBackend:
@@ -216,47 +171,105 @@ class DeviceBackend:
         lse: Array | None = None,
     ) -> Array:
         """See `Backend.attend`. One launch, and one more where keys are split; the grid depends on shapes only."""
+        prepared, _ = self._prepare_attention(
+            cache,
+            q,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            out=out,
+            optional={"lse": lse, "sinks": sinks, "alibi_slopes": alibi_slopes},
+            options={"scale": scale, "window": window, "soft_cap": soft_cap, "tail": tail},
+        )
+        result = prepared()
+        if out is not None and result is not out:
+            self.memory.assign(out, result)
+            return out
+        return result
+
+    def prepare_attend(
+        self,
+        cache: LayerCache,
+        q: Array,
+        block_tables: Array,
+        seq_lens: Array,
+        query_start_loc: Array,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+    ) -> PreparedAttention:
+        """`attend` without its launches: for an engine that keeps its arrays, checks once and launches in every step.
+
+        All arrays, workspace included, are fixed from here on. An array that would have to be copied is a ValueError,
+        as a later change of it would not be seen.
+        """
+        prepared, copied = self._prepare_attention(
+            cache,
+            q,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            out=out,
+            optional={"lse": lse, "sinks": sinks, "alibi_slopes": alibi_slopes},
+            options={"scale": scale, "window": window, "soft_cap": soft_cap, "tail": None},
+        )
+        if copied:
+            raise ValueError(
+                "prepare_attend: expected arrays with contiguous rows, and contiguous lengths and tables"
+            )
+        return prepared
+
+    def _prepare_attention(
+        self,
+        cache: LayerCache,
+        q: Array,
+        block_tables: Array,
+        seq_lens: Array,
+        query_start_loc: Array,
+        *,
+        out: Array | None,
+        optional: dict[str, Array | None],
+        options: dict[str, Any],
+    ) -> tuple[PreparedAttention, bool]:
+        """Check, and fill the parameters; whether an array had to be copied, `out` among them."""
         see = self.memory.describe
         seen = self._see_cache(cache)
-        views = {
-            "q": see("q", q),
-            "block_tables": see("block_tables", block_tables),
-            "seq_lens": see("seq_lens", seq_lens),
-            "query_start_loc": see("query_start_loc", query_start_loc),
-        }
-        optional = {"sinks": sinks, "alibi_slopes": alibi_slopes, "out": out, "lse": lse}
+        arrays = (q, block_tables, seq_lens, query_start_loc)
+        names = ("q", "block_tables", "seq_lens", "query_start_loc")
+        views = [see(name, array) for name, array in zip(names, arrays, strict=True)]
         seen_optional: dict[str, Any] = {
-            name: None if array is None else see(name, array) for name, array in optional.items()
+            name: None if array is None else see(name, array)
+            for name, array in (optional | {"out": out}).items()
         }
-        options = check_attend(
-            _SUPPORTED,
-            seen,
-            *views.values(),
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            tail=tail,
-            **seen_optional,
+        checked = check_attend(
+            _SUPPORTED, seen, views[0], views[1], views[2], views[3], **seen_optional, **options
         )
-        num_tokens, num_q_heads, _ = views["q"].shape
-        if out is None:
-            out = self.memory.empty((num_tokens, num_q_heads, seen.head_dim_v), views["q"].dtype)
-        if num_tokens == 0:
-            return out
+        num_tokens, num_q_heads, _ = views[0].shape
+        shape = (num_tokens, num_q_heads, seen.head_dim_v)
         # Rows of a result are written where they are if their elements are neighbours.
-        out_view = see("out", out)
-        in_place = strides(out_view)[2] == 1 or seen.head_dim_v == 1
-        target = out if in_place else self.memory.empty(out_view.shape, out_view.dtype)
+        given = seen_optional["out"]
+        in_place = given is None or strides(given)[2] == 1 or seen.head_dim_v == 1
+        target = out if out is not None and in_place else self.memory.empty(shape, views[0].dtype)
         record = np.zeros((), records.ATTEND)
-        held = [self._fill_queries(record, q, views["q"], see("out", target), seen_optional["lse"])]
+        held = [self._fill_queries(record, q, views[0], see("out", target), seen_optional["lse"])]
+        sinks, alibi_slopes = optional["sinks"], optional["alibi_slopes"]
         held += self._fill_step(record, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes)
         self._fill_cache(record, seen)
-        record["scale"], record["soft_cap"] = options.scale, options.soft_cap or 0.0
-        record["window"] = _INT32_MAX if options.window is None else options.window
-        self._attend(record, seen)
-        if not in_place:
-            self.memory.assign(out, target)
-        return out
+        record["scale"], record["soft_cap"] = checked.scale, checked.soft_cap or 0.0
+        record["window"] = _INT32_MAX if checked.window is None else checked.window
+        launches, partial = self._attention(record, seen) if num_tokens else ([], None)
+        per_head = [each for each in (sinks, alibi_slopes) if each is not None]
+        originals = (q, block_tables, seq_lens, query_start_loc, *per_head)
+        copied = not in_place or any(
+            each.array is not original for each, original in zip(held, originals, strict=True)
+        )
+        kept = (cache, held, partial, optional)
+        return PreparedAttention(self.launcher, self.memory, launches, target, kept), copied
 
     def copy_blocks(self, caches: Sequence[LayerCache], copies: Array) -> None:
         """See `Backend.copy_blocks`. One launch for all caches; their table of addresses is kept on the device."""
@@ -280,7 +293,7 @@ class DeviceBackend:
         )
         record["error"] = self._error_address()
         record["num_copies"], record["num_pieces"] = len(view), num_pieces
-        instance = next(each for each in specs.INSTANCES if each.kernel is specs.COPY_BLOCKS)
+        instance = specs.only(specs.COPY_BLOCKS)
         self._launch(instance, (len(view) * num_pieces, len(regions), 1), 0, record)
 
     def move_slots(self, caches: Sequence[LayerCache], moves: Array, move_start: Array) -> None:
@@ -315,7 +328,7 @@ class DeviceBackend:
         record["regions"] = address_of(self.memory.describe("regions", table))
         record["moves"], record["move_start"] = (address_of(each.view) for each in held)
         record["error"] = self._error_address()
-        instance = next(each for each in specs.INSTANCES if each.kernel is specs.MOVE_SLOTS)
+        instance = specs.only(specs.MOVE_SLOTS)
         columns = min(64, -(-widest // specs.MOVE_SLOTS.threads))
         self._launch(instance, (len(start_view) - 1, len(regions), columns), 0, record)
 
@@ -370,7 +383,7 @@ class DeviceBackend:
         record["out"], record["lse"] = address_of(see("out", out)), address_of(see("lse", lse))
         record["num_rows"], record["num_q_heads"] = num_rows, num_q_heads
         record["head_dim_v"], record["dtype"] = head_dim_v, DTYPES[dtype_name(views[0].dtype)]
-        instance = next(each for each in specs.INSTANCES if each.kernel is specs.MERGE_STATES)
+        instance = specs.only(specs.MERGE_STATES)
         self._launch(instance, (min(-(-num_rows // 4), _MOST_BLOCKS_OF_A_LOOP), 1, 1), 0, record)
         return out, lse
 
@@ -556,82 +569,40 @@ class DeviceBackend:
 
     # --- Attention.
 
-    def _attend(self, record: Record, seen: LayerCache) -> None:
-        """Choose the kernel and the grid, and launch."""
-        num_tokens, num_seqs = int(record["num_tokens"]), int(record["num_seqs"])
-        num_q_heads, num_kv_heads = int(record["num_q_heads"]), int(record["num_kv_heads"])
-        group = num_q_heads // num_kv_heads
-        row_warps = self._row_warps(record, seen, group)
-        rows_of_tile = 16 * row_warps if row_warps else 2
-        num_tiles = num_tokens * group // rows_of_tile + num_seqs + 1
-        busy_tiles = max(min(num_seqs, num_tokens), -(-num_tokens * group // rows_of_tile), 1)
-        num_splits = self._num_splits(busy_tiles * num_kv_heads, seen.block_size * int(record["max_blocks"]))
-        record["num_splits"], record["split_size"] = num_splits, self.split_size or 0
+    def _attention(self, record: Record, seen: LayerCache) -> tuple[list[Launch], Array | None]:
+        """The launches of an attention whose record lacks only its splits, and the array of their partial results."""
+        memory = self.memory
+        plan = plan_attention(
+            record, seen, memory.num_multiprocessors, memory.max_shared_bytes, self.split_size
+        )
         partial = None
-        if num_splits > 1:
-            num_rows = num_splits * num_tokens * num_q_heads
-            partial = self.memory.empty((num_rows * (seen.head_dim_v + 1),), np.float32)
-            address = address_of(self.memory.describe("partial", partial))
+        record["num_splits"], record["split_size"] = plan.num_splits, self.split_size or 0
+        num_rows = plan.num_splits * int(record["num_tokens"]) * int(record["num_q_heads"])
+        if plan.num_splits > 1:
+            partial = memory.empty((num_rows * (seen.head_dim_v + 1),), np.float32)
+            address = address_of(memory.describe("partial", partial))
             record["partial_out"], record["partial_lse"] = address, address + num_rows * seen.head_dim_v * 4
-        grid = (num_tiles, num_kv_heads, num_splits)
-        kv_dtype = seen.format.k.name
-        if row_warps:
-            instance = specs.attention_mma(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps)
-            shared = specs.mma_shared_bytes(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps)
-            self._launch(instance, grid, shared, record)
-        else:
-            lanes_log2, vectors = specs.simt_lanes_log2(kv_dtype, max(seen.head_dim, seen.head_dim_v))
-            simt = np.zeros((), records.SIMT)
-            simt["attend"], simt["lanes_log2"] = record, lanes_log2
-            shared = specs.simt_shared_bytes(kv_dtype, lanes_log2, vectors)
-            self._launch(specs.attention_simt(kv_dtype, vectors), grid, shared, simt)
-        if num_splits > 1:
-            combine = next(each for each in specs.INSTANCES if each.kernel is specs.COMBINE_SPLITS)
-            self._launch(combine, (-(-num_tokens * num_q_heads // 4), 1, 1), 0, record)
+        whole = record
+        if plan.lanes_log2 is not None:
+            whole = np.zeros((), records.SIMT)
+            whole["attend"], whole["lanes_log2"] = record, plan.lanes_log2
+        launches = [self._prepare(plan.instance, plan.grid, plan.shared_bytes, whole)]
+        if plan.num_splits > 1:
+            grid = (-(-num_rows // plan.num_splits // 4), 1, 1)
+            launches.append(self._prepare(specs.only(specs.COMBINE_SPLITS), grid, 0, record))
+        return launches, partial
 
-    def _row_warps(self, record: Record, seen: LayerCache, group: int) -> int:
-        """Rows of a tensor-core tile / 16, or 0 where the kernel without tensor cores is the right one.
+    # --- Launches.
 
-        That is where its rows would be mostly empty, where Q would not survive rounding to the type of the products,
-        and where rows cannot be read 16 bytes at a time.
-        """
-        kv_dtype, q_dtype = seen.format.k.name, int(record["q_dtype"])
-        exact = ("bfloat16",) if kv_dtype == "bfloat16" else ("float16", "bfloat16")
-        rows = group * -(-int(record["num_tokens"]) // max(1, int(record["num_seqs"])))
-        row_warps = 4 if rows > 32 else 1
-        if (
-            kv_dtype == "float32"
-            or q_dtype not in (DTYPES[name] for name in exact)
-            or seen.format.k.scaling == "channel"
-            or (seen.head_dim, seen.head_dim_v) not in specs.MMA_HEAD_DIMS
-            or not (record["k_is_vector"] and record["v_is_vector"])
-            or rows <= 2
-        ):
-            return 0
-        shared = specs.mma_shared_bytes(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps)
-        return row_warps if shared <= self.memory.max_shared_bytes else 0
-
-    def _num_splits(self, num_busy_blocks: int, max_keys: int) -> int:
-        """Blocks that share a row's keys: the fewest that fill the device's waves nearly as well as any number does."""
-        if self.split_size is not None:
-            return max(1, -(-max_keys // self.split_size))
-        slots = self.memory.num_multiprocessors * _BLOCKS_PER_SM
-        most = max(1, min(_MOST_SPLITS, max_keys // _SMALLEST_SPLIT_TOKENS))
-
-        def efficiency(splits: int) -> float:
-            waves = num_busy_blocks * splits / slots
-            return waves / math.ceil(waves)
-
-        best = max(map(efficiency, range(1, most + 1)))
-        return next(splits for splits in range(1, most + 1) if efficiency(splits) >= 0.95 * best)
+    def _prepare(
+        self, instance: Instance, grid: tuple[int, int, int], shared_bytes: int, record: Record
+    ) -> Launch:
+        return Launch(self.launcher.load(instance), grid, instance.kernel.threads, shared_bytes, record)
 
     def _launch(
         self, instance: Instance, grid: tuple[int, int, int], shared_bytes: int, record: Record
     ) -> None:
-        function = self.launcher.load(instance)
-        self.launcher.launch(
-            function, grid, instance.kernel.threads, shared_bytes, record, self.memory.stream()
-        )
+        self.launcher.launch(*self._prepare(instance, grid, shared_bytes, record), self.memory.stream())
 
 
 class _Held(NamedTuple):

@@ -176,3 +176,9 @@ INSTANCES: Final = (
         if dtype != "float32"
     ),
 )
+
+
+def only(kernel: Kernel) -> Instance:
+    """The instance of a kernel that has no compile-time parameters."""
+    (instance,) = (each for each in INSTANCES if each.kernel is kernel)
+    return instance

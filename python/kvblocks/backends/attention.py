@@ -1,0 +1,133 @@
+"""Attention on a device: which kernel, over which grid, and a launch that can be repeated.
+
+Owns `plan_attention` and `PreparedAttention`. Imports layout, geometry and kernels.
+Invariant: a plan depends on shapes, dtypes and addresses, never on values, so that what was captured or prepared stays
+right for every later step.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from kvblocks.backends.geometry import Record
+from kvblocks.backends.memory import Memory
+from kvblocks.kernels import specs
+from kvblocks.kernels.launcher import Launcher
+from kvblocks.kernels.specs import DTYPES, Instance
+from kvblocks.layout import Array, LayerCache
+
+# Keys of a split are at least this many, and splits at most so many: more would cost more than they save.
+_SMALLEST_SPLIT_TOKENS: Final = 256
+_MOST_SPLITS: Final = 64
+# Blocks of an attention kernel that an SM holds: what the register budget of specs leaves room for.
+_BLOCKS_PER_SM: Final = 3
+
+
+class Plan(NamedTuple):
+    """The first launch of an attention; the second, where there are splits, combines them.
+
+    lanes_log2: of the kernel without tensor cores; None for the other.
+    """
+
+    instance: Instance
+    grid: tuple[int, int, int]
+    shared_bytes: int
+    num_splits: int
+    lanes_log2: int | None
+
+
+def plan_attention(
+    record: Record, seen: LayerCache, num_multiprocessors: int, max_shared_bytes: int, split_size: int | None
+) -> Plan:
+    """Choose the kernel and the grid for a record that is filled but for its splits."""
+    num_tokens, num_seqs = int(record["num_tokens"]), int(record["num_seqs"])
+    num_kv_heads = int(record["num_kv_heads"])
+    group = int(record["num_q_heads"]) // num_kv_heads
+    row_warps = _row_warps(record, seen, group, max_shared_bytes)
+    rows_of_tile = 16 * row_warps if row_warps else 2
+    num_tiles = num_tokens * group // rows_of_tile + num_seqs + 1
+    busy_tiles = max(min(num_seqs, num_tokens), -(-num_tokens * group // rows_of_tile), 1)
+    max_keys = seen.block_size * int(record["max_blocks"])
+    num_splits = _num_splits(busy_tiles * num_kv_heads, max_keys, num_multiprocessors, split_size)
+    grid = (num_tiles, num_kv_heads, num_splits)
+    kv_dtype, dims = seen.format.k.name, (seen.head_dim, seen.head_dim_v)
+    if row_warps:
+        shared = specs.mma_shared_bytes(kv_dtype, *dims, row_warps)
+        return Plan(specs.attention_mma(kv_dtype, *dims, row_warps), grid, shared, num_splits, None)
+    lanes_log2, vectors = specs.simt_lanes_log2(kv_dtype, max(dims))
+    shared = specs.simt_shared_bytes(kv_dtype, lanes_log2, vectors)
+    return Plan(specs.attention_simt(kv_dtype, vectors), grid, shared, num_splits, lanes_log2)
+
+
+def _row_warps(record: Record, seen: LayerCache, group: int, max_shared_bytes: int) -> int:
+    """Rows of a tensor-core tile / 16, or 0 where the kernel without tensor cores is the right one.
+
+    That is where its rows would be mostly empty, where Q would not survive rounding to the type of the products, and
+    where rows cannot be read 16 bytes at a time.
+    """
+    kv_dtype, q_dtype = seen.format.k.name, int(record["q_dtype"])
+    exact = ("bfloat16",) if kv_dtype == "bfloat16" else ("float16", "bfloat16")
+    rows = group * -(-int(record["num_tokens"]) // max(1, int(record["num_seqs"])))
+    row_warps = 4 if rows > 32 else 1
+    if (
+        kv_dtype == "float32"
+        or q_dtype not in (DTYPES[name] for name in exact)
+        or seen.format.k.scaling == "channel"
+        or (seen.head_dim, seen.head_dim_v) not in specs.MMA_HEAD_DIMS
+        or not (record["k_is_vector"] and record["v_is_vector"])
+        or rows <= 2
+    ):
+        return 0
+    shared = specs.mma_shared_bytes(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps)
+    return row_warps if shared <= max_shared_bytes else 0
+
+
+def _num_splits(num_busy_blocks: int, max_keys: int, num_multiprocessors: int, split_size: int | None) -> int:
+    """Blocks that share a row's keys: the fewest that fill the device's waves nearly as well as any number does."""
+    if split_size is not None:
+        return max(1, -(-max_keys // split_size))
+    slots = num_multiprocessors * _BLOCKS_PER_SM
+    most = max(1, min(_MOST_SPLITS, max_keys // _SMALLEST_SPLIT_TOKENS))
+
+    def efficiency(splits: int) -> float:
+        waves = num_busy_blocks * splits / slots
+        return waves / math.ceil(waves)
+
+    best = max(map(efficiency, range(1, most + 1)))
+    return next(splits for splits in range(1, most + 1) if efficiency(splits) >= 0.95 * best)
+
+
+class Launch(NamedTuple):
+    """What a launcher is given, but for the stream."""
+
+    function: Any
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    record: Record
+
+
+class PreparedAttention:
+    """An attention over fixed arrays, ready to be launched again with whatever these hold by then.
+
+    The arrays are kept alive. A call costs one launch, or two where keys are split, and checks nothing.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        memory: Memory,
+        launches: Sequence[Launch],
+        out: Array,
+        held: Sequence[object],
+    ) -> None:
+        self.out = out
+        self._launcher, self._memory = launcher, memory
+        self._launches, self._held = tuple(launches), tuple(held)
+
+    def __call__(self) -> Array:
+        """Enqueue on the stream that is current; returns `out`."""
+        stream = self._memory.stream()
+        for launch in self._launches:
+            self._launcher.launch(*launch, stream)
+        return self.out
