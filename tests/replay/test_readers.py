@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvblocks.report import UserError
 from kvblocks.traces.readers import read_trace
@@ -243,3 +246,38 @@ def test_no_times_and_a_limit(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, "input,output\n1,2\n3,4\n5,6\n"), limit=2)
     assert trace.arrival_s is None
     assert trace.prompt_tokens.tolist() == [1, 3]
+
+
+SOUND: dict[str, list[bytes]] = {
+    "json": [mooncake().encode(), mooncake(timestamp=5, hash_ids=[7, 8]).encode()],
+    "csv": [PLAIN.encode(), b"0,1,2\n", b"2023-11-16 18:15:46.68,3,4\n"],
+}
+
+
+@given(
+    st.sampled_from(sorted(SOUND)),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 3), st.binary(max_size=4)), max_size=4),
+    st.booleans(),
+)
+def test_whatever_the_bytes_it_is_a_trace_or_one_error(
+    kind: str, edits: list[tuple[int, int, bytes]], is_gzip: bool
+) -> None:
+    data = b"".join(SOUND[kind])
+    if is_gzip:
+        data = gzip.compress(data)
+    for at, removed, added in edits:
+        at %= len(data) + 1
+        data = data[:at] + added + data[at + removed :]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder), data)
+        trace, problem = None, ""
+        try:
+            trace = read_trace(path)
+        except UserError as error:
+            problem = str(error)
+    if trace is None:
+        assert str(path) in problem
+        return
+    assert len(trace) >= 1
+    assert min(trace.prompt_tokens.min(), trace.output_tokens.min()) >= 1
+    assert trace.skipped.bad_lines <= len(data) + 1
