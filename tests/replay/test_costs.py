@@ -29,7 +29,7 @@ def test_a_pool_in_bytes_keeps_a_null_block() -> None:
         ("llama-3.1-8b", [], 3.0, "1", 16, "one of the two"),
         ("llama-3.1-8b", ["fp7"], None, "1", 16, "--kv-format: .*fp7"),
         ("llama-3.1-8b", ["kivi2"], None, "1GiB", 16, "--kv-format kivi2: "),
-        ("nowhere/model", [], None, "1", 16, "nowhere/model"),
+        ("nowhere/model", [], None, "1", 16, "nowhere/model: no such file, and not one of the built-in"),
         (None, [], None, "1GiB", 16, "--pool in bytes needs --model or --bytes-per-token"),
         (None, [], 1000.0, "20KB", 16, "hold no block beside the null block"),
         (None, [], 1000.0, "20B", None, "hold no token"),

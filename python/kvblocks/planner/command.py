@@ -7,18 +7,18 @@ import argparse
 import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvblocks.config import parse_memory
 from kvblocks.formats import FORMATS, KVFormat
 from kvblocks.planner import lengths, weights
 from kvblocks.planner.architectures import ARCHITECTURES, describe
 from kvblocks.planner.cards import CARDS
-from kvblocks.planner.fields import override, read_config
+from kvblocks.planner.fields import override
 from kvblocks.planner.levers import levers
 from kvblocks.planner.memory import Budget
 from kvblocks.planner.model import Model
-from kvblocks.planner.models import BUILT_IN
+from kvblocks.planner.models import BUILT_IN, find_config
 from kvblocks.planner.plan import Scenario
 from kvblocks.planner.plot import plot_levers
 from kvblocks.planner.summary import Question, summarise
@@ -167,9 +167,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _question(args: argparse.Namespace) -> Question:
-    config, name = _config(args.model)
+    if args.model is None:
+        raise UserError("no model: expected a config.json, a folder that holds one, or a name of --list")
+    config = find_config(args.model)
     override(config, args.set)
-    model = describe(config, name, args.model_type)
+    model = describe(config, args.model, args.model_type)
     size = _weights(args, model)
     card_name, memory, nominal = _memory(args)
     budget = Budget(
@@ -193,18 +195,6 @@ def _question(args: argparse.Namespace) -> Question:
         shared_prefix=args.shared_prefix,
     )
     return Question(scenario, size, card_name, nominal, args.users, args.price_per_hour)
-
-
-def _config(text: str | None) -> tuple[dict[str, Any], str]:
-    """The configuration that an argument names, and what to call it."""
-    if text is None:
-        raise UserError("no model: expected a config.json, a folder that holds one, or a name of --list")
-    if text in BUILT_IN:
-        return dict(BUILT_IN[text]), text
-    path = Path(text)
-    if not path.exists():
-        raise UserError(f"{text}: no such file, and not one of the built-in models: {', '.join(BUILT_IN)}")
-    return read_config(path), text
 
 
 def _weights(args: argparse.Namespace, model: Model) -> Weights:

@@ -1,9 +1,13 @@
 """Models that can be named instead of given as a file: the fields of their config.json, and nothing computed.
 
-Owns `BUILT_IN`. The fields are those that say what is cached and how many parameters there are.
+Owns `BUILT_IN` and `find_config`. The fields are those that say what is cached and how many parameters there are.
 """
 
+from pathlib import Path
 from typing import Any, Final
+
+from kvblocks.planner.fields import read_config
+from kvblocks.report import UserError
 
 
 def _config(model_type: str, **fields: Any) -> dict[str, Any]:
@@ -116,3 +120,13 @@ BUILT_IN: Final[dict[str, dict[str, Any]]] = {
         "llama", 30, 576, 1536, 9, 3, 49152, tie_word_embeddings=True, max_position_embeddings=8192
     ),
 }  # fmt: skip
+
+
+def find_config(name: str) -> dict[str, Any]:
+    """The fields of a config.json, of a folder that holds one, or of a built-in model; a UserError for neither."""
+    if name in BUILT_IN:
+        return dict(BUILT_IN[name])
+    path = Path(name)
+    if not path.exists():
+        raise UserError(f"{name}: no such file, and not one of the built-in models: {', '.join(BUILT_IN)}")
+    return read_config(path)

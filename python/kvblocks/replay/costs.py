@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from kvblocks.config import parse_memory
 from kvblocks.formats import FORMATS, KVFormat
 from kvblocks.planner.architectures import describe
-from kvblocks.planner.fields import read_config
 from kvblocks.planner.footprint import Footprint, footprint
 from kvblocks.planner.model import Model
-from kvblocks.planner.models import BUILT_IN
+from kvblocks.planner.models import find_config
 from kvblocks.report import UserError
 
 # In blocks of this size a reservation's token is costed: every format can group so many tokens.
@@ -107,8 +105,7 @@ def make_costs(
         return [Cost(plain_bytes=bytes_per_token)]
     if bytes_per_token is not None:
         raise UserError("give --model or --bytes-per-token, one of the two")
-    config = BUILT_IN.get(model_name)
-    model = describe(dict(config) if config else read_config(Path(model_name)), model_name)
+    model = describe(find_config(model_name), model_name)
     default = model.dtype if model.dtype in FORMATS else "bfloat16"
     try:
         formats = [KVFormat.parse(text) for text in (kv_formats or [default])]
