@@ -326,16 +326,16 @@ KVB_DEVICE u8 f32_to_e5m2_bits(float x) {
     return static_cast<u8>(sign | code);
 }
 
-// The e4m3 values of two bytes as float16, exactly.
+// The e4m3 values of two bytes as float16, exactly; a NaN of either sign is 0x7FFF.
 KVB_DEVICE half2 e4m3x2_to_f16x2_bits(u16 pair) {
     const u32 spread = (static_cast<u32>(pair) & 0xFFu) << 8 | (static_cast<u32>(pair) & 0xFF00u) << 16;
     const u32 magnitude = (spread & 0x7F007F00u) >> 1; // its value times 2^-8
     half2 value = mul_f16x2(magnitude | (spread & 0x80008000u), 0x5C005C00u);
     if ((magnitude & 0xFFFFu) == 0x3F80u) {
-        value |= 0x7FFFu;
+        value = (value & 0xFFFF0000u) | 0x7FFFu;
     }
     if (magnitude >> 16 == 0x3F80u) {
-        value |= 0x7FFF0000u;
+        value = (value & 0xFFFFu) | 0x7FFF0000u;
     }
     return value;
 }

@@ -254,6 +254,12 @@ inline i32 round_to_int(float x) {
     return rounded >= 0x1p31f ? 0x7FFFFFFF : rounded < -0x1p31f ? -0x7FFFFFFF - 1 : static_cast<i32>(rounded);
 }
 inline float max_f32(float a, float b) {
+    if (a != a && b != b) {
+        return float_of(0x7FFFFFFFu);
+    }
+    if (a == 0.0f && b == 0.0f) { // +0 is the larger one
+        return float_of(bits_of(a) & bits_of(b));
+    }
     return a != a ? b : b != b ? a : a > b ? a : b;
 }
 inline u32 permute_bytes(u32 a, u32 b, u32 selector) {

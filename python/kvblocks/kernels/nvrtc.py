@@ -1,6 +1,6 @@
-"""NVRTC by ctypes: a kernel's text to a cubin, on any machine, with or without a device.
+"""NVRTC by ctypes: a kernel's text to a cubin or PTX, on any machine, with or without a device.
 
-Owns `compile_cubin` and the search for the library. Imports the standard library only.
+Owns `compile_cubin`, `compile_ptx` and the search for the library. Imports the standard library only.
 Invariant: nothing is loaded before the first compilation.
 """
 
@@ -25,6 +25,19 @@ def compile_cubin(text: str, name: str, arch: str, options: Sequence[str] = ()) 
 
     name: what messages call the text. Raises CompileError. Seconds of CPU time; releases the interpreter.
     """
+    return _compile(text, name, arch, options, "CUBIN")
+
+
+def compile_ptx(text: str, name: str, arch: str, options: Sequence[str] = ()) -> str:
+    """The PTX of a source text for a virtual architecture such as "compute_90".
+
+    name: what messages call the text. Raises CompileError. Releases the interpreter.
+    """
+    return _compile(text, name, arch, options, "PTX")[0].rstrip(b"\0").decode()
+
+
+def _compile(text: str, name: str, arch: str, options: Sequence[str], what: str) -> tuple[bytes, str]:
+    """A result of the compiler, "CUBIN" or "PTX", and its log."""
     nvrtc = _library()
     program = ctypes.c_void_p()
     _check(
@@ -40,7 +53,7 @@ def compile_cubin(text: str, name: str, arch: str, options: Sequence[str] = ()) 
         log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if status != 0:
             raise CompileError(f"{name} for {arch}:\n{log}")
-        return _read(nvrtc, program, "CUBIN"), log
+        return _read(nvrtc, program, what), log
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
