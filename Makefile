@@ -10,7 +10,7 @@
 #   make test-cuda      the CUDA kernels without a device: compiled by NVRTC, and run on the host
 #   make test-gpu       the CUDA kernels on a GPU through CuPy (skipped, with the reason, where there is none)
 #   make test-packaging the wheel and the sdist, built, checked, and installed in clean environments
-#   make test-hf        the golden tokens against Hugging Face transformers (its own environment, several GB)
+#   make test-hf        against Hugging Face transformers, and torch's operators (its own environment, several GB)
 #   make build          kvblocks itself, in release mode, into .venv in editable form
 #   make lint           formatters, linters, type checkers, import contracts; changes nothing
 #   make format         apply the formatters

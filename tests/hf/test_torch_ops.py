@@ -1,0 +1,179 @@
+"""The operators of torch: schemas, fake versions and tracing, with the CPU versions as what they must agree with."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvblocks.backends import get_backend
+from kvblocks.config import CacheConfig
+
+pytestmark = pytest.mark.hf
+
+torch = pytest.importorskip("torch")
+FORMATS = ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2:head", "int8"]
+STORED = {"fp8_e4m3": torch.uint8, "fp8_e5m2:head": torch.uint8}
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.fixture(scope="module")
+def ops() -> Any:
+    from kvblocks.gpu import torch_ops
+
+    return torch_ops
+
+
+def pool(kv_format: str, layout: str = "NHD", num_blocks: int = 8) -> tuple[Any, ...]:
+    """k_cache, v_cache, k_scale, v_scale as an engine has them."""
+    (cache,) = get_backend("numpy").allocate(
+        CacheConfig(1, 2, 32, block_size=4, kv_format=kv_format, layout=layout, dtype="bfloat16"), num_blocks
+    )
+    fp8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
+    tensors = []
+    for part, array in ((cache.format.k, cache.k), (cache.format.v, cache.v)):
+        array.view(np.uint8).fill(0)
+        tensor = torch.from_numpy(array)
+        tensors.append(tensor.view(fp8[part.name]) if part.name in fp8 else tensor)
+    scales = [None if each is None else torch.from_numpy(each) for each in (cache.k_scale, cache.v_scale)]
+    for scale in scales:
+        if scale is not None:
+            scale.fill_(0.05)
+    return (*tensors, *scales)
+
+
+def step(seed: int = 0) -> tuple[Any, ...]:
+    """k, v, slots; q, tables, lens, starts."""
+    torch.manual_seed(seed)
+    k, v = torch.randn(2, 9, 2, 32).to(torch.bfloat16)
+    q = torch.randn(3, 4, 32).to(torch.bfloat16)
+    tables = torch.tensor([[3, 1, 5, 0]], dtype=torch.int32)
+    position = torch.arange(9)
+    slots = tables[0, position // 4].long() * 4 + position % 4
+    lens, starts = torch.tensor([9], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    return k, v, slots, q, tables, lens, starts
+
+
+@pytest.mark.parametrize(("kv_format", "layout"), [*((each, "NHD") for each in FORMATS), ("int8", "HND")])
+def test_write_and_attention(ops: Any, kv_format: str, layout: str) -> None:
+    caches, (k, v, slots, q, *index) = pool(kv_format, layout), step()
+    # opcheck multiplies its arguments, which FP8 cannot: it is given the bytes.
+    given = tuple(
+        each if each is None or each.itemsize > 1 else each.view(STORED.get(kv_format, each.dtype))
+        for each in caches
+    )
+    torch.library.opcheck(ops.write_kv, (k, v, slots, *given, kv_format, layout), test_utils=CHECKS)
+    ops.write_kv(k, v, slots, *caches, kv_format, layout)
+    arguments = (q, *given, *index, kv_format, layout)
+    torch.library.opcheck(ops.paged_attention, arguments, {"window": 7, "soft_cap": 20.0}, test_utils=CHECKS)
+    out, lse = torch.ops.kvblocks.paged_attention(q, *caches, *index, kv_format, layout)
+    assert (out.dtype, out.shape, lse.shape) == (torch.bfloat16, (3, 4, 32), (3, 4))
+    # Against torch's own attention over what is stored.
+    keys, values = torch.ops.kvblocks.gather_kv(*caches, index[0][0], 9, kv_format, layout)
+    mask = torch.arange(9)[None] <= torch.arange(6, 9)[:, None]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.float().transpose(0, 1),
+        keys.transpose(0, 1).repeat_interleave(2, 0),
+        values.transpose(0, 1).repeat_interleave(2, 0),
+        attn_mask=mask,
+    ).transpose(0, 1)
+    torch.testing.assert_close(out.float(), wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_the_other_operators(ops: Any) -> None:
+    caches, (k, v, slots, q, *index) = pool("int8"), step()
+    ops.write_kv(k, v, slots, *caches, "int8")
+    torch.library.opcheck(ops.gather_kv, (*caches, index[0][0], 7, "int8"), test_utils=CHECKS)
+    lists = [[each] for each in caches]
+    copies = torch.tensor([[3, 6]], dtype=torch.int32)
+    torch.library.opcheck(ops.copy_blocks, (*lists, copies, "int8"), test_utils=CHECKS)
+    ops.copy_blocks(*lists, copies, "int8")
+    assert torch.equal(caches[0][6], caches[0][3])
+    assert torch.equal(caches[2][6], caches[2][3])
+    out, lse = ops.paged_attention(q, *caches, *index, "int8")
+    torch.library.opcheck(ops.merge_states, (out, lse, out, lse), test_utils=CHECKS)
+    merged, merged_lse = ops.merge_states(out, lse, out, lse)
+    torch.testing.assert_close(merged, out)
+    torch.testing.assert_close(merged_lse, lse + np.log(2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3:tensor", "fp8_e5m2:head", "int8"])
+def test_quantize(ops: Any, kv_format: str) -> None:
+    x = torch.randn(5, 2, 32) * 100
+    # opcheck's look at mutation multiplies arguments and results, which FP8 cannot.
+    checks = CHECKS if kv_format == "int8" else CHECKS[1:]
+    torch.library.opcheck(ops.quantize, (x, None, kv_format), test_utils=checks)
+    codes, scale, amax, num_clipped = ops.quantize(x, None, kv_format)
+    torch.library.opcheck(ops.quantize, (x, scale, kv_format), test_utils=checks)
+    torch.library.opcheck(ops.dequantize, (codes, scale, kv_format), test_utils=checks)
+    values = ops.dequantize(codes, scale, kv_format)
+    torch.testing.assert_close(amax, x.abs().amax(dim=(0, 2)))
+    assert num_clipped.tolist() == [0, 0]
+    torch.testing.assert_close(values, x, rtol=0.13, atol=1.5)
+    if kv_format.startswith("fp8"):
+        torch.testing.assert_close(codes.float() * scale.reshape(1, -1, 1), values)
+
+
+class Layer(torch.nn.Module):
+    """What an engine's attention layer does with its pool."""
+
+    def forward(
+        self, k: Any, v: Any, slots: Any, q: Any, tables: Any, lens: Any, starts: Any, *pool: Any
+    ) -> Any:
+        torch.ops.kvblocks.write_kv(k * 2, v, slots, *pool, None, None, "float16")
+        out, _ = torch.ops.kvblocks.paged_attention(q, *pool, None, None, tables, lens, starts, "float16")
+        return out + 1
+
+
+def test_compiled_in_one_graph(ops: Any) -> None:
+    k_cache, v_cache, *_ = pool("float16")
+    arguments = step()
+    wanted = Layer()(*arguments, k_cache, v_cache)
+    written = k_cache.clone()
+    k_cache.zero_()
+    compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments, k_cache, v_cache), wanted)
+    assert torch.equal(k_cache, written)
+
+
+def test_exported(ops: Any) -> None:
+    k_cache, v_cache, *_ = pool("float16")
+    arguments = (*step(), k_cache, v_cache)
+    program = torch.export.export(Layer(), arguments)
+    called = {str(node.target) for node in program.graph.nodes if "kvblocks" in str(node.target)}
+    assert called == {"kvblocks.write_kv.default", "kvblocks.paged_attention.default"}
+    torch.testing.assert_close(program.module()(*arguments), Layer()(*arguments))
+
+
+def test_traced_for_a_gpu_that_is_not_there(ops: Any) -> None:
+    """Fake tensors carry the device: shapes, dtypes and strides of a GPU's results are known without one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(3, 4, 192, dtype=torch.float16, device="cuda")
+        k_cache = torch.empty(8, 4, 2, 192, dtype=torch.float16, device="cuda")
+        v_cache = torch.empty(8, 4, 2, 128, dtype=torch.float16, device="cuda")
+        tables = torch.empty(1, 4, dtype=torch.int32, device="cuda")
+        lens, starts = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (1, 2))
+        out, lse = torch.ops.kvblocks.paged_attention(
+            q, k_cache, v_cache, None, None, tables, lens, starts, "float16"
+        )
+        codes, scale, *_ = torch.ops.kvblocks.quantize(q, None, "fp8_e4m3")
+    assert (out.shape, out.dtype, out.device.type) == ((3, 4, 128), torch.float16, "cuda")
+    assert (lse.shape, lse.dtype) == ((3, 4), torch.float32)
+    assert (codes.dtype, scale.shape) == (torch.float8_e4m3fn, (3, 4))
+
+
+def test_refusals_are_the_backends(ops: Any) -> None:
+    caches, (k, v, slots, *_) = pool("float16"), step()
+    with pytest.raises(TypeError, match="slot_mapping: dtype int32, expected int64"):
+        ops.write_kv(k, v, slots.int(), *caches, "float16")
+
+
+def test_every_operator_is_checked(ops: Any) -> None:
+    names = re.findall(r'custom_op\(\s*"kvblocks::(\w+)"', Path(ops.__file__).read_text())
+    assert len(names) >= 7
+    tested = Path(__file__).read_text()
+    checked = set(re.findall(r"opcheck\(\s*ops\.(\w+),", tested))
+    assert checked == set(names)
