@@ -13,25 +13,12 @@
 // which permutes dims: for Q K^T the same permutation is applied to Q; for P V the two dims of a pair go to
 // two result tiles.
 
-#include "kvblocks/attention.cuh"
+#include "kvblocks/tiles.cuh"
 
 namespace kvb {
 
 constexpr i32 mma_threads = 128;
 constexpr i32 mma_warps = mma_threads / 32;
-constexpr i32 num_stages = 2;
-constexpr i32 num_tables = 3; // of addresses: of the tile in work, of the one under way, of the one after
-constexpr float weight_scale = 4096.0f;
-
-template <typename E>
-struct Product {
-    static constexpr bool is_bf16 = false;
-};
-template <>
-struct Product<BF16> {
-    static constexpr bool is_bf16 = true;
-};
-
 // Sizes, and where things lie in shared memory.
 template <typename E, i32 head_dim, i32 head_dim_v, i32 row_warps>
 struct Plan {
@@ -47,13 +34,10 @@ struct Plan {
     static constexpr i32 q_stride = (head_dim / 8 | 1) * 16;
     static constexpr bool holds_q = head_dim <= 128; // in registers
 
-    static constexpr i32 k_offsets = 0; // i64 [num_tables, keys_of_tile], bytes; -1: no such key
-    static constexpr i32 v_offsets = k_offsets + num_tables * keys_of_tile * 8;
-    static constexpr i32 k_scales =
-        v_offsets + num_tables * keys_of_tile * 8; // float [num_tables, keys_of_tile]
-    static constexpr i32 v_scales = k_scales + num_tables * keys_of_tile * 4;
-    static constexpr i32 q_factors = v_scales + num_tables * keys_of_tile * 4; // float [rows]
-    static constexpr i32 highests = q_factors + 64 * 4;                        // float [64], as totals
+    static constexpr i32 tables = 0; // KeyTable [num_tables]
+    static constexpr i32 q_factors =
+        tables + num_tables * static_cast<i32>(sizeof(KeyTable<keys_of_tile>)); // float [64], as the next two
+    static constexpr i32 highests = q_factors + 64 * 4;
     static constexpr i32 totals = highests + 64 * 4;
     static constexpr i32 q = totals + 64 * 4;
     static constexpr i32 stages = q + rows * q_stride;
@@ -63,15 +47,6 @@ struct Plan {
     static constexpr i32 total_bytes =
         stages + (num_stages * stage_bytes > sums_bytes ? num_stages * stage_bytes : sums_bytes);
 };
-
-// The dim of an element of Q that stands at position k of 16 in shared memory.
-template <typename E>
-KVB_DEVICE i32 permuted_dim(i32 k) {
-    if constexpr (sizeof(typename E::Storage) == 1) {
-        return k < 8 ? k / 2 * 4 + k % 2 : (k - 8) / 2 * 4 + 2 + k % 2;
-    }
-    return k;
-}
 
 // The dim of column `column` of 8 of result tile `tile`.
 template <typename E>
@@ -99,99 +74,23 @@ struct MmaAttention {
         return reinterpret_cast<T*>(shared + offset);
     }
 
-    // Q as float16 or bfloat16, permuted. A bfloat16 row may exceed float16, so it is brought to [1, 2) by a
-    // power of 2.
-    KVB_DEVICE void load_q() const {
-        const i32 lane = thread_index() % 32;
-        for (i32 r = thread_index() / 32; r < P::rows; r += mma_warps) {
-            const bool is_row = r < tile.num_rows;
-            const Row row = row_of(params, tile, is_row ? r : 0);
-            const u8* from =
-                params.q + (row.token * params.q_token_stride + row.head * params.q_head_stride) *
-                               bytes_of(params.q_dtype);
-            float factor = 1.0f;
-            if (!Product<E>::is_bf16 && params.q_dtype == dtype_bf16) {
-                float largest = 0.0f;
-                for (i32 dim = lane; dim < head_dim; dim += 32) {
-                    const float x = element_at<BF16>(from, dim);
-                    largest = max_f32(largest, max_f32(x, -x));
-                }
-                for (i32 other = 1; other < 32; other *= 2) {
-                    largest = max_f32(largest, shuffle_xor(largest, other));
-                }
-                const u32 exponent = bits_of(largest) & 0x7F800000u;
-                factor = exponent == 0 || exponent >= 0x7E000000u ? 1.0f : float_of(exponent);
-            }
-            for (i32 k = lane; k < head_dim; k += 32) {
-                const i32 dim = k / 16 * 16 + permuted_dim<E>(k % 16);
-                const float value = is_row ? element_at(from, dim, params.q_dtype) / factor : 0.0f;
-                at<u16>(P::q + r * P::q_stride)[k] =
-                    Product<E>::is_bf16 ? BF16::from_f32(value) : F16::from_f32(value);
-            }
-            if (lane == 0) {
-                at<float>(P::q_factors)[r] = factor;
-            }
-        }
-    }
-
-    // Where the keys of a tile lie, and their scales.
-    KVB_DEVICE void locate(i32 first_key, i32 to) const {
-        const i32 index = thread_index();
-        if (index >= keys_of_tile) {
-            return;
-        }
-        const i32 key = first_key + index;
-        const i64 slot = key < tile.end_key ? checked_slot(params, tile, table_of(params, tile.seq), key)
-                                            : static_cast<i64>(-1);
-        const i32 entry = to * keys_of_tile + index, head = block_y();
-        at<i64>(P::k_offsets)[entry] = slot < 0 ? -1 : row_offset(params.k_paged, slot, head) * P::bytes;
-        at<i64>(P::v_offsets)[entry] = slot < 0 ? -1 : row_offset(params.v_paged, slot, head) * P::bytes;
-        if constexpr (E::is_scaled) {
-            const i64 row = slot * params.num_kv_heads + head;
-            const bool k_own = slot >= 0 && params.k_scale_mode == scale_token_head;
-            const bool v_own = slot >= 0 && params.v_scale_mode == scale_token_head;
-            at<float>(P::k_scales)[entry] = k_own ? params.k_scales[row] : 1.0f;
-            at<float>(P::v_scales)[entry] = v_own ? params.v_scales[row] : 0.0f;
-        }
-    }
-
-    template <i32 chunks, i32 stride>
-    KVB_DEVICE void load_rows(const u8* from, const i64* row_offsets, u8* to) const {
-        KVB_UNROLL
-        for (i32 i = 0; i < (keys_of_tile * chunks + mma_threads - 1) / mma_threads; ++i) {
-            const i32 index = i * mma_threads + thread_index();
-            const i32 key = index / chunks, piece = index - key * chunks;
-            if (keys_of_tile * chunks % mma_threads == 0 || key < keys_of_tile) {
-                const i64 offset = row_offsets[key];
-                copy_async(to + key * stride + piece * 16, offset < 0 ? from : from + offset + piece * 16,
-                           offset < 0 ? 0 : 16);
-            }
-        }
-    }
-
     KVB_DEVICE u8* stage_k(i32 stage) const { return shared + P::stages + stage * P::stage_bytes; }
     KVB_DEVICE u8* stage_v(i32 stage) const { return stage_k(stage) + keys_of_tile * P::k_stride; }
 
+    KVB_DEVICE KeyTable<keys_of_tile>& table_at(i32 index) const {
+        return at<KeyTable<keys_of_tile>>(P::tables)[index];
+    }
+
     KVB_DEVICE void load(i32 table, i32 stage) const {
-        const i32 first = table * keys_of_tile;
-        load_rows<P::k_chunks, P::k_stride>(params.k, at<i64>(P::k_offsets) + first, stage_k(stage));
-        load_rows<P::v_chunks, P::v_stride>(params.v, at<i64>(P::v_offsets) + first, stage_v(stage));
+        const KeyTable<keys_of_tile>& keys = table_at(table);
+        load_rows<mma_threads, keys_of_tile, P::k_chunks, P::k_stride>(params.k, keys.k_offset,
+                                                                       stage_k(stage));
+        load_rows<mma_threads, keys_of_tile, P::v_chunks, P::v_stride>(params.v, keys.v_offset,
+                                                                       stage_v(stage));
     }
 
     static KVB_DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-        if constexpr (Product<E>::is_bf16) {
-            mma_bf16(c, a, b0, b1);
-        } else {
-            mma_f16(c, a, b0, b1);
-        }
-    }
-
-    static KVB_DEVICE u32 pack(float low, float high) {
-        if constexpr (Product<E>::is_bf16) {
-            return f32_to_bf16x2(low, high);
-        } else {
-            return f32_to_f16x2(low, high);
-        }
+        multiply_fragments<E>(c, a, b0, b1);
     }
 
     KVB_DEVICE void load_q_step(u32 (&fragment)[4], i32 warp_row, i32 step) const {
@@ -318,9 +217,9 @@ struct MmaAttention {
         const bool is_part = params.num_splits > 1;
         const i32 kv_head = block_y();
 
-        load_q();
-        locate(tile.first_key, 0);
-        locate(tile.first_key + keys_of_tile, 1);
+        load_q<E, head_dim, P::rows, P::q_stride>(params, tile, shared + P::q, at<float>(P::q_factors));
+        locate_keys<E>(params, tile, tile.first_key, table_at(0));
+        locate_keys<E>(params, tile, tile.first_key + keys_of_tile, table_at(1));
         sync_block();
         load(0, 0);
         copy_async_commit();
@@ -364,10 +263,12 @@ struct MmaAttention {
                 load(next_table, stage ^ 1);
             }
             copy_async_commit();
-            locate(first_key + 2 * keys_of_tile, next_table == 2 ? 0 : next_table + 1);
+            locate_keys<E>(params, tile, first_key + 2 * keys_of_tile,
+                           table_at(next_table == 2 ? 0 : next_table + 1));
             copy_async_wait<1>();
             sync_block();
 
+            const KeyTable<keys_of_tile>& keys = table_at(table);
             float products[2 * P::key_groups][4];
             multiply_keys(products, q_held, warp_row, warp_key, stage_k(stage));
 
@@ -383,13 +284,13 @@ struct MmaAttention {
                 KVB_UNROLL
                 for (i32 c = 0; c < 2; ++c) {
                     const i32 index = warp_key + t * 8 + lane % 4 * 2 + c;
-                    const i32 entry = table * keys_of_tile + index, key = first_key + index;
-                    const bool is_key = at<i64>(P::k_offsets)[entry] >= 0;
+                    const i32 key = first_key + index;
+                    const bool is_key = keys.k_offset[index] >= 0;
                     float k_scale = 1.0f;
                     if constexpr (E::is_scaled) {
-                        k_scale = at<float>(P::k_scales)[entry];
+                        k_scale = keys.k_scale[index];
                         if (v_own) {
-                            v_now = max_f32(v_now, at<float>(P::v_scales)[entry]);
+                            v_now = max_f32(v_now, keys.v_scale[index]);
                         }
                     }
                     KVB_UNROLL
@@ -437,7 +338,7 @@ struct MmaAttention {
                     if constexpr (E::is_scaled) {
                         if (v_own) {
                             const i32 index = warp_key + t * 8 + lane % 4 * 2 + c;
-                            v_scale *= at<float>(P::v_scales)[table * keys_of_tile + index] / v_now;
+                            v_scale *= keys.v_scale[index] / v_now;
                         }
                     }
                     KVB_UNROLL
@@ -453,8 +354,8 @@ struct MmaAttention {
             for (i32 g = 0; g < P::key_groups; ++g) {
                 const float (&left)[4] = products[2 * g];
                 const float (&right)[4] = products[2 * g + 1];
-                const u32 weights[4] = {pack(left[0], left[1]), pack(left[2], left[3]),
-                                        pack(right[0], right[1]), pack(right[2], right[3])};
+                const u32 weights[4] = {pack_pair<E>(left[0], left[1]), pack_pair<E>(left[2], left[3]),
+                                        pack_pair<E>(right[0], right[1]), pack_pair<E>(right[2], right[3])};
                 multiply_values(results, weights, warp_key + g * 16, stage_v(stage));
             }
             sync_block(); // nobody reads this stage or its addresses any more

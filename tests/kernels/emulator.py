@@ -101,6 +101,11 @@ class EmulatedLauncher:
         self.num_launches = 0
         self._functions: dict[Instance, ctypes._NamedFuncPointer] = {}
 
+    @property
+    def loaded_names(self) -> set[str]:
+        """The instances that were used."""
+        return {instance.name for instance in self._functions}
+
     def load(self, instance: Instance) -> "ctypes._NamedFuncPointer":
         if instance not in self._functions:
             _emulator(self.flags)

@@ -137,7 +137,12 @@ MUTATIONS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
         "fragment, k + key * P::k_stride + step * 32",
         "fragment, k + key * (P::k_stride - 16) + step * 32",
     ),
-    "misaligned copies": (decode, MMA, "from + offset + piece * 16", "from + offset + piece * 16 + 2"),
+    "misaligned copies": (
+        decode,
+        "include/kvblocks/tiles.cuh",
+        "from + offset + piece * 16",
+        "from + offset + piece * 16 + 2",
+    ),
     "a tail that is not masked": (decode, MMA, "is_key && is_visible(params, rows[half], key)", "true"),
     "a causal mask off by one": (prefill, ATTENTION, "key <= row.position &&", "key <= row.position + 1 &&"),
     "a window off by one": (

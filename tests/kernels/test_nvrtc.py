@@ -9,7 +9,7 @@ import pytest
 from kernels.emulator import CUDA
 from kvblocks.kernels import nvrtc
 from kvblocks.kernels.source import read_source
-from kvblocks.kernels.specs import INSTANCES, Instance
+from kvblocks.kernels.specs import INSTANCES, MLA_DECODE, MLA_HEAD_DIMS, Instance
 
 pytestmark = pytest.mark.cuda
 
@@ -54,8 +54,9 @@ def test_instance(instance: Instance, arch: str, tmp_path: Path) -> None:
     assert count(sass, r"\b(?:LDL|STL)\b") == 0
     defines = dict(instance.defines)
     if instance.has_mma:
-        head_dim, head_dim_v = int(defines["KVB_HEAD_DIM"]), int(defines["KVB_HEAD_DIM_V"])
-        row_warps = int(defines["KVB_ROW_WARPS"])
+        dims = MLA_HEAD_DIMS if instance.kernel is MLA_DECODE else None
+        head_dim, head_dim_v = dims or (int(defines["KVB_HEAD_DIM"]), int(defines["KVB_HEAD_DIM_V"]))
+        row_warps = int(defines.get("KVB_ROW_WARPS", 1))
         # Two products of 8 keys for 16 dims of Q K^T, two of 8 dims for 16 keys of P V, in each group of 16 keys.
         groups = 1 if row_warps == 1 else 2 if head_dim_v > 128 else 4
         assert count(sass, r"\bHMMA\.16816\.F32") >= groups * (2 * head_dim // 16 + 2 * head_dim_v // 16)

@@ -43,20 +43,42 @@ def plan_attention(
     num_tokens, num_seqs = int(record["num_tokens"]), int(record["num_seqs"])
     num_kv_heads = int(record["num_kv_heads"])
     group = int(record["num_q_heads"]) // num_kv_heads
-    row_warps = _row_warps(record, seen, group, max_shared_bytes)
-    rows_of_tile = 16 * row_warps if row_warps else 2
+    is_mla = _is_mla(record, seen, max_shared_bytes)
+    row_warps = 0 if is_mla else _row_warps(record, seen, group, max_shared_bytes)
+    rows_of_tile = 32 if is_mla else 16 * row_warps if row_warps else 2
     num_tiles = num_tokens * group // rows_of_tile + num_seqs + 1
     busy_tiles = max(min(num_seqs, num_tokens), -(-num_tokens * group // rows_of_tile), 1)
     max_keys = seen.block_size * int(record["max_blocks"])
     num_splits = _num_splits(busy_tiles * num_kv_heads, max_keys, num_multiprocessors, split_size)
     grid = (num_tiles, num_kv_heads, num_splits)
     kv_dtype, dims = seen.format.k.name, (seen.head_dim, seen.head_dim_v)
+    if is_mla:
+        return Plan(specs.mla_decode(kv_dtype), grid, specs.mla_shared_bytes(), num_splits, None)
     if row_warps:
         shared = specs.mma_shared_bytes(kv_dtype, *dims, row_warps)
         return Plan(specs.attention_mma(kv_dtype, *dims, row_warps), grid, shared, num_splits, None)
     lanes_log2, vectors = specs.simt_lanes_log2(kv_dtype, max(dims))
     shared = specs.simt_shared_bytes(kv_dtype, lanes_log2, vectors)
     return Plan(specs.attention_simt(kv_dtype, vectors), grid, shared, num_splits, lanes_log2)
+
+
+def _is_mla(record: Record, seen: LayerCache, max_shared_bytes: int) -> bool:
+    """Whether V is the first part of K's rows, as of latents, and the kernel for that can run."""
+    kv_dtype, q_dtype = seen.format.k.name, int(record["q_dtype"])
+    return (
+        (seen.head_dim, seen.head_dim_v) == specs.MLA_HEAD_DIMS
+        and kv_dtype in specs.MLA_DTYPES
+        and record["k"] == record["v"]
+        and bool((record["k_paged"] == record["v_paged"]).all())
+        and bool(record["k_is_vector"])
+        and q_dtype in (DTYPES[name] for name in _exact(kv_dtype))
+        and specs.mla_shared_bytes() <= max_shared_bytes
+    )
+
+
+def _exact(kv_dtype: str) -> tuple[str, ...]:
+    """The dtypes of Q that survive rounding to the type of the products."""
+    return ("bfloat16",) if kv_dtype == "bfloat16" else ("float16", "bfloat16")
 
 
 def _row_warps(record: Record, seen: LayerCache, group: int, max_shared_bytes: int) -> int:
@@ -66,12 +88,11 @@ def _row_warps(record: Record, seen: LayerCache, group: int, max_shared_bytes: i
     where rows cannot be read 16 bytes at a time.
     """
     kv_dtype, q_dtype = seen.format.k.name, int(record["q_dtype"])
-    exact = ("bfloat16",) if kv_dtype == "bfloat16" else ("float16", "bfloat16")
     rows = group * -(-int(record["num_tokens"]) // max(1, int(record["num_seqs"])))
     row_warps = 4 if rows > 32 else 1
     if (
         kv_dtype == "float32"
-        or q_dtype not in (DTYPES[name] for name in exact)
+        or q_dtype not in (DTYPES[name] for name in _exact(kv_dtype))
         or seen.format.k.scaling == "channel"
         or (seen.head_dim, seen.head_dim_v) not in specs.MMA_HEAD_DIMS
         or not (record["k_is_vector"] and record["v_is_vector"])

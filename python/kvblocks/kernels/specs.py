@@ -38,6 +38,9 @@ MMA_HEAD_DIMS: Final = (
     (256, 256),
 )
 MAX_HEAD_DIM: Final = 576
+# Latents on tensor cores: (head_dim, head_dim_v) where V is the first elements of K, and the dtypes that there are.
+MLA_HEAD_DIMS: Final = (576, 512)
+MLA_DTYPES: Final = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ MERGE_STATES: Final = Kernel("merge_states.cu", "kvb_merge_states", 128, params.
 COMBINE_SPLITS: Final = Kernel("combine_splits.cu", "kvb_combine_splits", 128, params.ATTEND)
 ATTENTION_SIMT: Final = Kernel("paged_attention_simt.cu", "kvb_paged_attention_simt", 128, params.SIMT)
 ATTENTION_MMA: Final = Kernel("paged_attention_mma.cu", "kvb_paged_attention_mma", 128, params.ATTEND)
+
+MLA_DECODE: Final = Kernel("mla_decode.cu", "kvb_mla_decode", 256, params.ATTEND)
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,17 @@ def attention_mma(kv_dtype: str, head_dim: int, head_dim_v: int, row_warps: int)
     return Instance(ATTENTION_MMA, defines, budget, loads_vectors=True, has_mma=True)
 
 
+def mla_decode(kv_dtype: str) -> Instance:
+    """Attention over latents, of a dtype of MLA_DTYPES; a tile has 32 rows."""
+    return Instance(MLA_DECODE, _element(kv_dtype), 255, loads_vectors=True, has_mma=True)
+
+
+def mla_shared_bytes() -> int:
+    """Dynamic shared memory of `mla_decode`: `MlaPlan` of its source."""
+    tables, row_stride = 3 * 64 * (8 + 8 + 4 + 4), 73 * 16
+    return tables + 32 * 4 + 2 * 4 * 32 * 4 + 32 * 9 * 16 + 32 * row_stride + 2 * 64 * row_stride
+
+
 def mma_shared_bytes(kv_dtype: str, head_dim: int, head_dim_v: int, row_warps: int) -> int:
     """Dynamic shared memory of `attention_mma`: `Plan::total_bytes` of its source."""
     size = element_bytes(kv_dtype)
@@ -167,6 +183,7 @@ INSTANCES: Final = (
     Instance(MOVE_SLOTS),
     Instance(MERGE_STATES),
     Instance(COMBINE_SPLITS),
+    *map(mla_decode, MLA_DTYPES),
     *(attention_simt(dtype, count) for dtype in DTYPES for count in _SIMT_VECTORS[element_bytes(dtype)]),
     *(
         attention_mma(dtype, *dims, row_warps)

@@ -1,0 +1,225 @@
+// mla_decode: attention over latents, where V is the first 512 elements of K's 576 and one row serves all
+// heads.
+//
+// Compile time: KVB_KV, F16 or BF16. Run time: the rest; params.v is not read, as it is params.k.
+// A tile has 32 rows (heads times tokens), in two groups of 16; four warps share a group. For Q K^T each of
+// the four takes 16 of the tile's 64 keys; their weights meet in shared memory; for P V each takes 128 of the
+// 512 result dims and all keys. So a latent is read once, from one copy in shared memory, for both products.
+
+#include "kvblocks/tiles.cuh"
+
+namespace kvb {
+
+constexpr i32 mla_threads = 256;
+constexpr i32 mla_rows = 32;
+constexpr i32 mla_keys = 64;
+constexpr i32 latent_dim = 576;
+constexpr i32 latent_dim_v = 512;
+constexpr i32 warps_of_group = 4;
+constexpr i32 result_tiles = latent_dim_v / warps_of_group / 8;
+
+// Where things lie in shared memory. Rows are an odd number of 16-byte chunks apart, see paged_attention_mma.
+struct MlaPlan {
+    static constexpr i32 row_chunks = latent_dim * 2 / 16;
+    static constexpr i32 row_stride = (row_chunks | 1) * 16;
+    static constexpr i32 weight_stride = (mla_keys * 2 / 16 | 1) * 16;
+    static constexpr i32 tables = 0; // KeyTable [num_tables]
+    static constexpr i32 q_factors = tables + num_tables * static_cast<i32>(sizeof(KeyTable<mla_keys>));
+    static constexpr i32 maxima = q_factors + mla_rows * 4;               // float [warps_of_group, mla_rows]
+    static constexpr i32 totals = maxima + warps_of_group * mla_rows * 4; // the same
+    static constexpr i32 weights = totals + warps_of_group * mla_rows * 4;
+    static constexpr i32 q = weights + mla_rows * weight_stride;
+    static constexpr i32 stages = q + mla_rows * row_stride;
+    static constexpr i32 stage_bytes = mla_keys * row_stride;
+};
+
+template <typename E>
+KVB_DEVICE void attend_latents(const AttendParams& params) {
+    using P = MlaPlan;
+    const Tile tile = find_tile(params, mla_rows);
+    const bool is_part = params.num_splits > 1;
+    if (tile.first_key == tile.end_key) {
+        store_nothing(params, tile, is_part);
+        return;
+    }
+    u8* shared = shared_memory();
+    auto* tables = reinterpret_cast<KeyTable<mla_keys>*>(shared + P::tables);
+    auto* q_factors = reinterpret_cast<float*>(shared + P::q_factors);
+    auto* maxima = reinterpret_cast<float*>(shared + P::maxima);
+    auto* totals = reinterpret_cast<float*>(shared + P::totals);
+    const i32 lane = thread_index() % 32, warp = thread_index() / 32, matrix = lane / 8;
+    const i32 first_row = warp / warps_of_group * 16, quarter = warp % warps_of_group;
+
+    load_q<E, latent_dim, mla_rows, P::row_stride>(params, tile, shared + P::q, q_factors);
+    locate_keys<E>(params, tile, tile.first_key, tables[0]);
+    locate_keys<E>(params, tile, tile.first_key + mla_keys, tables[1]);
+    sync_block();
+    load_rows<mla_threads, mla_keys, P::row_chunks, P::row_stride>(params.k, tables[0].k_offset,
+                                                                   shared + P::stages);
+    copy_async_commit();
+
+    // The lane's two rows of the group's 16; `total` is of the warp's own keys.
+    Row rows[2];
+    float factors[2], highest[2] = {minus_infinity, minus_infinity}, total[2] = {0.0f, 0.0f};
+    KVB_UNROLL
+    for (i32 half = 0; half < 2; ++half) {
+        const i32 r = first_row + half * 8 + lane / 4;
+        rows[half] = row_of(params, tile, min_i32(r, tile.num_rows - 1));
+        factors[half] = params.scale * q_factors[r];
+    }
+    float results[result_tiles][4];
+    KVB_UNROLL
+    for (i32 t = 0; t < result_tiles; ++t) {
+        results[t][0] = results[t][1] = results[t][2] = results[t][3] = 0.0f;
+    }
+
+    i32 stage = 0, table = 0;
+    for (i32 first_key = tile.first_key; first_key < tile.end_key; first_key += mla_keys) {
+        const i32 next_table = table == 2 ? 0 : table + 1;
+        if (first_key + mla_keys < tile.end_key) {
+            load_rows<mla_threads, mla_keys, P::row_chunks, P::row_stride>(
+                params.k, tables[next_table].k_offset, shared + P::stages + (stage ^ 1) * P::stage_bytes);
+        }
+        copy_async_commit();
+        locate_keys<E>(params, tile, first_key + 2 * mla_keys, tables[next_table == 2 ? 0 : next_table + 1]);
+        copy_async_wait<1>();
+        sync_block();
+
+        const u8* latents = shared + P::stages + stage * P::stage_bytes;
+        float products[2][4] = {};
+        const u8* q_row = shared + P::q + (first_row + matrix % 2 * 8 + lane % 8) * P::row_stride;
+        const u8* k_row = latents + (quarter * 16 + matrix / 2 * 8 + lane % 8) * P::row_stride;
+        KVB_UNROLL
+        for (i32 step = 0; step < latent_dim / 16; ++step) {
+            u32 q[4], k[4];
+            load_matrix_x4(q, q_row + step * 32 + matrix / 2 * 16);
+            load_matrix_x4(k, k_row + step * 32 + matrix % 2 * 16);
+            multiply_fragments<E>(products[0], q, k[0], k[1]);
+            multiply_fragments<E>(products[1], q, k[2], k[3]);
+        }
+        float mine[2] = {minus_infinity, minus_infinity};
+        KVB_UNROLL
+        for (i32 t = 0; t < 2; ++t) {
+            KVB_UNROLL
+            for (i32 c = 0; c < 2; ++c) {
+                const i32 index = quarter * 16 + t * 8 + lane % 4 * 2 + c;
+                KVB_UNROLL
+                for (i32 half = 0; half < 2; ++half) {
+                    float& product = products[t][2 * half + c];
+                    const i32 key = first_key + index;
+                    product =
+                        logit_of(params, product * factors[half], rows[half].slope, rows[half].position, key);
+                    const bool is_seen =
+                        tables[table].k_offset[index] >= 0 && is_visible(params, rows[half], key);
+                    product = is_seen ? product : minus_infinity;
+                    mine[half] = max_f32(mine[half], product);
+                }
+            }
+        }
+        KVB_UNROLL
+        for (i32 half = 0; half < 2; ++half) {
+            KVB_UNROLL
+            for (i32 other = 1; other < 4; other *= 2) {
+                mine[half] = max_f32(mine[half], shuffle_xor(mine[half], other));
+            }
+            if (lane % 4 == 0) {
+                maxima[quarter * mla_rows + first_row + half * 8 + lane / 4] = mine[half];
+            }
+        }
+        sync_block(); // the maxima of the group's four warps are there
+        KVB_UNROLL
+        for (i32 half = 0; half < 2; ++half) {
+            const i32 r = first_row + half * 8 + lane / 4;
+            float highest_now = highest[half];
+            KVB_UNROLL
+            for (i32 w = 0; w < warps_of_group; ++w) {
+                highest_now = max_f32(highest_now, maxima[w * mla_rows + r]);
+            }
+            const float shrink = weight_of(highest[half], base_of(highest_now));
+            highest[half] = highest_now;
+            total[half] *= shrink;
+            KVB_UNROLL
+            for (i32 t = 0; t < result_tiles; ++t) {
+                results[t][2 * half] *= shrink;
+                results[t][2 * half + 1] *= shrink;
+            }
+            KVB_UNROLL
+            for (i32 t = 0; t < 2; ++t) {
+                float weights[2];
+                KVB_UNROLL
+                for (i32 c = 0; c < 2; ++c) {
+                    weights[c] = weight_of(products[t][2 * half + c], base_of(highest_now));
+                    total[half] += weights[c];
+                    weights[c] *= Product<E>::is_bf16 ? 1.0f : weight_scale;
+                }
+                const i32 column = quarter * 16 + t * 8 + lane % 4 * 2;
+                *reinterpret_cast<u32*>(shared + P::weights + r * P::weight_stride + column * 2) =
+                    pack_pair<E>(weights[0], weights[1]);
+            }
+        }
+        sync_block(); // the weights of all keys are there
+        KVB_UNROLL
+        for (i32 group = 0; group < mla_keys / 16; ++group) {
+            u32 weights[4];
+            load_matrix_x4(weights, shared + P::weights +
+                                        (first_row + matrix % 2 * 8 + lane % 8) * P::weight_stride +
+                                        group * 32 + matrix / 2 * 16);
+            const u8* v_row = latents + (group * 16 + matrix % 2 * 8 + lane % 8) * P::row_stride;
+            KVB_UNROLL
+            for (i32 t = 0; t < result_tiles; t += 2) {
+                u32 v[4];
+                load_matrix_x4_transposed(v, v_row + (quarter * result_tiles + t) * 16 + matrix / 2 * 16);
+                multiply_fragments<E>(results[t], weights, v[0], v[1]);
+                multiply_fragments<E>(results[t + 1], weights, v[2], v[3]);
+            }
+        }
+        sync_block(); // nobody reads this stage, its keys or its weights any more
+        stage ^= 1;
+        table = next_table;
+    }
+    copy_async_wait<0>();
+
+    KVB_UNROLL
+    for (i32 half = 0; half < 2; ++half) {
+        KVB_UNROLL
+        for (i32 other = 1; other < 4; other *= 2) {
+            total[half] += shuffle_xor(total[half], other);
+        }
+        if (lane % 4 == 0) {
+            totals[quarter * mla_rows + first_row + half * 8 + lane / 4] = total[half];
+        }
+    }
+    sync_block();
+    KVB_UNROLL
+    for (i32 half = 0; half < 2; ++half) {
+        const i32 r = first_row + half * 8 + lane / 4;
+        if (r >= tile.num_rows) {
+            continue;
+        }
+        float sum = 0.0f;
+        KVB_UNROLL
+        for (i32 w = 0; w < warps_of_group; ++w) {
+            sum += totals[w * mla_rows + r];
+        }
+        const Finish finish = finish_row(params, rows[half].head, highest[half], sum, is_part);
+        if (quarter == 0 && lane % 4 == 0) {
+            store_lse(params, rows[half], finish.lse, is_part);
+        }
+        const float factor = finish.factor * (Product<E>::is_bf16 ? 1.0f : 1.0f / weight_scale);
+        KVB_UNROLL
+        for (i32 t = 0; t < result_tiles; ++t) {
+            KVB_UNROLL
+            for (i32 c = 0; c < 2; ++c) {
+                const i32 dim = (quarter * result_tiles + t) * 8 + lane % 4 * 2 + c;
+                store_out(params, rows[half], dim, factor == 0.0f ? 0.0f : results[t][2 * half + c] * factor,
+                          is_part);
+            }
+        }
+    }
+}
+
+} // namespace kvb
+
+KVB_KERNEL(kvb_mla_decode, kvb::AttendParams, kvb::mla_threads, 1) {
+    kvb::attend_latents<kvb::KVB_KV>(params);
+}
