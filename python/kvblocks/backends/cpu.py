@@ -55,9 +55,9 @@ class CpuBackend:
     """Every feature, any head dims, any block size; float32 accumulation; releases the interpreter.
 
     num_threads: threads of a call, the caller's included; None asks KVBLOCKS_CPU_THREADS of the environment, then
-    takes the cores that this process may use. Results do not depend on it. simd: "avx512bf16", "avx512", "avx2" or "portable";
-    None asks KVBLOCKS_CPU_SIMD, then takes the widest that the processor has. Raises ValueError that names the
-    source and what is allowed.
+    takes the cores that this process may use. Results do not depend on it. simd: "avx512bf16", "avx512", "avx2" or
+    "portable"; None asks KVBLOCKS_CPU_SIMD, then takes the widest that the processor has. Raises ValueError that
+    names the source and what is allowed.
     """
 
     name = "cpu"

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvblocks.backends.cupy import CupyMemory, launcher_of
-from kvblocks.backends.device import Memory
 from kvblocks.backends.foreign import is_dlpack_only, look_at
+from kvblocks.backends.memory import Memory
 from kvblocks.gpu.plans import ALIGNMENT
 from kvblocks.kernels.launcher import Launcher
 from kvblocks.layout import Array

@@ -14,7 +14,8 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.backends.device import DeviceBackend, Memory
+from kvblocks.backends.device import DeviceBackend
+from kvblocks.backends.memory import Memory
 from kvblocks.kernels.launcher import Attributes, Grid, Launcher
 from kvblocks.kernels.params import POINTER
 from kvblocks.kernels.specs import Instance
