@@ -16,6 +16,7 @@ STRUCTS = {
     "gather_kv.cu": {"GatherPart": params.GATHER_PART, "GatherParams": params.GATHER},
     "copy_blocks.cu": {"Region": params.REGION, "CopyParams": params.COPY},
     "move_slots.cu": {"MoveParams": params.MOVE},
+    "upload_step.cu": {"UploadRun": params.UPLOAD_RUN, "UploadParams": params.UPLOAD},
     "quantize.cu": {"QuantizeParams": params.QUANTIZE},
     "dequantize.cu": {"DequantizeParams": params.DEQUANTIZE},
     "merge_states.cu": {"AttentionState": params.STATE, "MergeParams": params.MERGE},

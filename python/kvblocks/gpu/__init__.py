@@ -18,10 +18,13 @@ from kvblocks.gpu.calls import (
     write_kv,
 )
 from kvblocks.gpu.readiness import Readiness, check
+from kvblocks.gpu.steps import DeviceArrays, DeviceStep
 from kvblocks.kernels.cubins import prebuild
 
 __all__ = [
     "CaptureError",
+    "DeviceArrays",
+    "DeviceStep",
     "Readiness",
     "check",
     "copy_blocks",

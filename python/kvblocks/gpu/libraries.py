@@ -7,6 +7,7 @@ caller who synchronises as he would with his own operations is right.
 """
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +33,9 @@ class Library(Protocol):
 
     def address_of(self, array: Array) -> int:
         """The address of an array that `memory` made."""
+
+    def part(self, array: Array, first: int, shape: Sequence[int], dtype: Any) -> Array:
+        """A view of a one-dimensional int32 array of `memory`, from an element on, in another shape and dtype."""
 
     def describe(self, name: str, array: Array, device: int) -> NDArray[Any]:
         """See `Memory.describe`."""
@@ -87,6 +91,10 @@ class CupyLibrary:
     def address_of(self, array: Array) -> int:
         """See `Library.address_of`."""
         return int(array.data.ptr)
+
+    def part(self, array: Array, first: int, shape: Sequence[int], dtype: Any) -> Array:
+        """See `Library.part`."""
+        return _part(array, first, shape, np.dtype(dtype), np.dtype(dtype))
 
     def _order_after(self, array: Array) -> None:
         """Let the current stream wait for the one that the array's owner says its contents come from."""
@@ -150,6 +158,10 @@ class TorchLibrary:
     def address_of(self, array: Array) -> int:
         """See `Library.address_of`."""
         return int(array.data_ptr())
+
+    def part(self, array: Array, first: int, shape: Sequence[int], dtype: Any) -> Array:
+        """See `Library.part`."""
+        return _part(array, first, shape, np.dtype(dtype), getattr(self._torch, np.dtype(dtype).name))
 
     def describe(self, name: str, array: Array, device: int) -> NDArray[Any]:
         """See `Library.describe`."""
@@ -257,6 +269,11 @@ class TorchMemory:
         return int(self._torch.cuda.current_stream(self._device).cuda_stream)
 
 
+def _part(array: Array, first: int, shape: Sequence[int], dtype: np.dtype[Any], own_dtype: Any) -> Array:
+    num_words = math.prod(shape) * dtype.itemsize // 4
+    return array[first : first + num_words].view(own_dtype).reshape(tuple(shape))
+
+
 # By the type of an array, so that a call finds its library at the cost of one look-up.
 _LIBRARIES: Final[dict[type, Library]] = {}
 
@@ -284,3 +301,10 @@ def _torch() -> TorchLibrary:
 @cache
 def _cupy() -> CupyLibrary:
     return CupyLibrary()
+
+
+def library_named(name: str) -> Library:
+    """The library "torch" or "cupy". Raises ValueError for another name."""
+    if name not in ("torch", "cupy"):
+        raise ValueError(f"library is {name!r}: expected 'torch' or 'cupy'")
+    return _torch() if name == "torch" else _cupy()

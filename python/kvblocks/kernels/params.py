@@ -92,6 +92,20 @@ MOVE: Final = _record(
     ("error", POINTER),
 )
 
+UPLOAD_RUN: Final = _record(
+    ("source", _I32),
+    ("destination", _I32),
+    ("num_words", _I32),
+    ("padding", _I32),
+)
+UPLOAD: Final = _record(
+    ("runs", POINTER),
+    ("words", POINTER),
+    ("arena", POINTER),
+    ("num_runs", _I32),
+    ("padding", _I32),
+)
+
 QUANTIZE: Final = _record(
     ("source", POINTER),
     ("codes", POINTER),

@@ -60,6 +60,7 @@ WRITE_KV: Final = Kernel("write_kv.cu", "kvb_write_kv", 256, params.WRITE)
 GATHER_KV: Final = Kernel("gather_kv.cu", "kvb_gather_kv", 128, params.GATHER)
 COPY_BLOCKS: Final = Kernel("copy_blocks.cu", "kvb_copy_blocks", 128, params.COPY)
 MOVE_SLOTS: Final = Kernel("move_slots.cu", "kvb_move_slots", 128, params.MOVE)
+UPLOAD_STEP: Final = Kernel("upload_step.cu", "kvb_upload_step", 128, params.UPLOAD)
 QUANTIZE: Final = Kernel("quantize.cu", "kvb_quantize", 256, params.QUANTIZE)
 DEQUANTIZE: Final = Kernel("dequantize.cu", "kvb_dequantize", 256, params.DEQUANTIZE)
 MERGE_STATES: Final = Kernel("merge_states.cu", "kvb_merge_states", 128, params.MERGE)
@@ -181,6 +182,7 @@ INSTANCES: Final = (
     *(make(dtype) for make in (quantize, dequantize) for dtype in SCALED),
     Instance(COPY_BLOCKS, max_registers=64, loads_vectors=True),
     Instance(MOVE_SLOTS),
+    Instance(UPLOAD_STEP),
     Instance(MERGE_STATES),
     Instance(COMBINE_SPLITS),
     *map(mla_decode, MLA_DTYPES),
