@@ -73,7 +73,9 @@ class Queue:
         self._next_stream = 0x100
 
     def pinned(self, shape: Any, dtype: Any) -> np.ndarray:
-        return np.full(shape, -1, dtype)
+        array = np.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8).fill(0xFF)
+        return array
 
     def is_pinned(self, address: int) -> bool:
         return True

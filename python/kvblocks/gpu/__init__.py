@@ -19,6 +19,7 @@ from kvblocks.gpu.calls import (
 )
 from kvblocks.gpu.readiness import Readiness, check
 from kvblocks.gpu.steps import DeviceArrays, DeviceStep
+from kvblocks.gpu.swap import Swapper, Transfer, pinned_pool
 from kvblocks.kernels.cubins import prebuild
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "DeviceArrays",
     "DeviceStep",
     "Readiness",
+    "Swapper",
+    "Transfer",
     "check",
     "copy_blocks",
     "dequantize",
@@ -35,6 +38,7 @@ __all__ = [
     "merge_states",
     "move_slots",
     "paged_attention",
+    "pinned_pool",
     "prebuild",
     "quantize",
     "warmup",
