@@ -118,3 +118,12 @@ def test_a_calibration_that_cannot_be_had_is_one_line(
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_a_percentage_clips_what_lies_beyond_it(tmp_path: Path) -> None:
+    kls = {}
+    for percent in ("100", "60"):
+        result = tmp_path / f"{percent}.json"
+        assert quality("--formats", "fp8_e4m3:head", "--percent", percent, "--json", str(result)) == 0
+        kls[percent] = json.loads(result.read_text())["formats"][1]["text"]["kl_mean"]
+    assert kls["60"] > 3 * kls["100"]

@@ -127,6 +127,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=4,
         help="windows to calibrate on where no --scales are given (default: 4)",
     )
+    static.add_argument(
+        "--percent",
+        type=_percent,
+        default=100.0,
+        help="of a head's elements that its scale does not clip; a channel's clips none that was seen (default: 100)",
+    )
     limits = parser.add_argument_group("thresholds")
     for name, unit in (
         ("max_kl", "mean KL divergence, nats"),
@@ -174,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
             "kvblocks quality",
             lambda: evaluate(
                 model,
-                [_with_scales(variant, scales) for variant in variants],
+                [_with_scales(variant, scales, args.percent) for variant in variants],
                 text=text,
                 grid=grid,
                 thresholds=thresholds,
@@ -192,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
         "block_size": model.config.block_size,
         "residual_tokens": model.config.residual_tokens,
         "chunk_tokens": args.chunk,
-        "calibration": None if scales is None else outliers(scales),
+        "calibration": None if scales is None else outliers(scales) | {"percent": args.percent},
     }
     if str(args.json) != "-":
         print_result(result, _title(model.name, result.reference.text))
@@ -263,8 +269,10 @@ def _calibration(
     return calibration
 
 
-def _with_scales(variant: Variant, scales: Calibration | None) -> Variant:
-    return dataclasses.replace(variant, calibration=scales if needs_calibration(variant.config) else None)
+def _with_scales(variant: Variant, scales: Calibration | None, percent: float) -> Variant:
+    if not needs_calibration(variant.config):
+        return variant
+    return dataclasses.replace(variant, calibration=scales, percent=percent)
 
 
 def _title(model: str, text: TextScore | None) -> str:

@@ -33,7 +33,7 @@ class Variant:
 
     codec: quantises and restores K and V before they are written, to try an idea before there is a format of it; it
     sees the tokens of one step. bits: what it would store per element, where it is known. calibration: where static
-    scales come from, for formats that have some.
+    scales come from, for formats that have some; percent of a head's elements are not clipped.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Variant:
     codec: Codec | None = None
     bits: float | None = None
     calibration: Calibration | None = None
+    percent: float = 100
 
 
 class Lane:
@@ -74,7 +75,7 @@ class Lane:
             max_tokens=num_seqs * chunk_tokens,
         )
         if variant.calibration is not None:
-            _set_scales(self._cache, variant.calibration)
+            self._cache.apply_scales(variant.calibration, variant.percent)
         self._view: CacheView = (
             self._cache if variant.codec is None else _CodedView(self._cache, variant.codec)
         )
@@ -159,13 +160,3 @@ def with_format(config: CacheConfig, kv_format: str, calibration: Calibration | 
     """The variant that stores `config`'s model in a format of the library's list; ValueError as CacheConfig's."""
     changed = dataclasses.replace(config, kv_format=kv_format)
     return Variant(kv_format, changed, calibration=calibration)
-
-
-def _set_scales(cache: PagedKVCache, calibration: Calibration) -> None:
-    for layer, kv_format in enumerate(cache.config.formats):
-        k, v = kv_format.k, kv_format.v
-        cache.set_scales(
-            layer,
-            k=calibration.scale("k", layer, k) if k.is_static else None,
-            v=calibration.scale("v", layer, v) if v.is_static else None,
-        )
