@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -36,6 +37,26 @@ def admit(manager: kv.BlockManager, tokens: Any, reserve: int | None = None) -> 
 @pytest.fixture
 def manager() -> kv.BlockManager:
     return kv.BlockManager(11, 4)
+
+
+@pytest.mark.parametrize("typecode", ["i", "I", "q", "h"])
+def test_an_array_array_is_taken_like_a_list(manager: kv.BlockManager, typecode: str) -> None:
+    ids = array(typecode, range(9))
+    prompt = manager.prepare(ids)
+    assert (prompt.tokens == np.arange(9)).all()
+    assert (prompt.block_hashes == manager.prepare(list(range(9))).block_hashes).all()
+    step = kv.Step(manager, max_seqs=2, max_tokens=16, max_blocks_per_seq=4)
+    handles = array("q", [admit(manager, ids).handle])
+    ids.append(9)  # nobody holds on to its memory
+    assert step.schedule(handles, array("i", [9]))
+    manager.commit(handles, array("i", [9]))
+    assert step.schedule(handles, 1)
+    manager.commit(handles, 1, array(typecode, [7]))
+    assert manager.tokens(handles[0]).tolist() == [*range(9), 7]
+    with pytest.raises(TypeError, match="tokens is an array, expected an int32 or int64 array"):
+        manager.prepare(array("d", [1.0]))
+    with pytest.raises(ValueError, match=r"tokens\[1\] is -1"):
+        manager.prepare(array("i", [1, -1]))
 
 
 @pytest.fixture
@@ -388,16 +409,16 @@ def test_the_callers_arrays_are_filled_and_cannot_be_resized(manager: kv.BlockMa
         2,
     )
 
-    def array(name: str, dtype: Any) -> list[int]:
+    def view(name: str, dtype: Any) -> list[int]:
         return packed.view(np.uint8)[slice(*places[name])].view(dtype).tolist()
 
     table = manager.block_table(handle).tolist()
     assert tables.tolist() == [[*table, 0, 0], [0] * 4]
-    assert array("slot_mapping", np.int64) == [*(table[i // 4] * 4 + i % 4 for i in range(6)), -1, -1]
-    assert array("positions", np.int32)[:6] == list(range(6))
-    assert array("seq_lens", np.int32) == [6, 0]
-    assert array("query_start_loc", np.int32) == [0, 6, 6]
-    assert array("changes", np.int32)[:3] == [0, 0, 2]
+    assert view("slot_mapping", np.int64) == [*(table[i // 4] * 4 + i % 4 for i in range(6)), -1, -1]
+    assert view("positions", np.int32)[:6] == list(range(6))
+    assert view("seq_lens", np.int32) == [6, 0]
+    assert view("query_start_loc", np.int32) == [0, 6, 6]
+    assert view("changes", np.int32)[:3] == [0, 0, 2]
     for owned in (tables, packed):
         with pytest.raises(ValueError, match="cannot resize"):
             owned.resize((64,), refcheck=True)

@@ -1,15 +1,15 @@
 //! Python arguments as Rust slices: handles, counts, token ids, integers, keys.
 //!
 //! Invariant: an array of the wrong dtype or rank is a TypeError that names the argument; a number out of range is a
-//! ValueError; nothing is cast silently. Contiguous arrays are read where they are; lists and other sequences are
-//! converted, which costs a copy.
+//! ValueError; nothing is cast silently. Contiguous arrays, `array.array`s among them, are read where they are; lists and
+//! other sequences are converted, which costs a copy.
 
 use bytemuck::TransparentWrapper;
 use kvblocks_core::{Counts, KeyValue, Keys, Media, SeqHandle};
 use numpy::{Element, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyInt, PyString};
+use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PyString};
 
 /// An integer argument; one beyond int64 is clamped, so that the range check that follows names it.
 pub struct Int(pub i64);
@@ -63,6 +63,15 @@ pub fn word<T: Copy>(argument: &str, value: &str, choices: &[(&str, T)]) -> PyRe
     }
 }
 
+/// An `array.array` as a NumPy array over its memory, so that it is read where it is; anything else as it is.
+fn viewed<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let class = object.get_type();
+    if class.name()? == "array" && class.module()? == "array" {
+        return object.py().import("numpy")?.call_method1("asarray", (object,));
+    }
+    Ok(object.clone())
+}
+
 /// Numbers of one type: the caller's array where it is contiguous, else a copy.
 pub enum Numbers<'py, T: Element> {
     Borrowed(PyReadonlyArray1<'py, T>),
@@ -85,6 +94,9 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
                 with_article(&array.dtype().to_string()),
                 array.ndim()
             )));
+        }
+        if let Ok(array) = viewed(object)?.cast::<PyArray1<T>>() {
+            return Ok(Self::Borrowed(array.try_readonly()?));
         }
         let wrong_type = |_| {
             let found = object.get_type().name().map(|name| name.to_string()).unwrap_or_default();
@@ -165,17 +177,22 @@ pub enum TokenIds<'py> {
 
 impl<'py> TokenIds<'py> {
     pub fn new(object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        if object.cast::<PyArray1<i32>>().is_ok() {
-            let ids = Numbers::<i32>::new("tokens", "int32", object)?;
-            // One pass that the compiler turns into vector instructions; the exact place matters to an error only.
+        let view = if object.is_instance_of::<PyList>() { object.clone() } else { viewed(object)? };
+        // One pass that the compiler turns into vector instructions; the exact place matters to an error only.
+        if view.cast::<PyArray1<i32>>().is_ok() {
+            let ids = Numbers::<i32>::new("tokens", "int32", &view)?;
             match ids.get().iter().fold(0, |all, &id| all | id) {
                 0.. => Ok(Self::Int32(ids)),
                 _ => checked_ids(ids.get()).map(Self::Owned),
             }
-        } else if object.cast::<PyArray1<u32>>().is_ok() {
-            Ok(Self::Uint32(Numbers::new("tokens", "uint32", object)?))
+        } else if view.cast::<PyArray1<u32>>().is_ok() {
+            Ok(Self::Uint32(Numbers::new("tokens", "uint32", &view)?))
         } else {
-            checked_ids(Numbers::<i64>::new("tokens", "int32 or int64", object)?.get()).map(Self::Owned)
+            let ids = Numbers::<i64>::new("tokens", "int32 or int64", object)?;
+            match ids.get().iter().fold(0, |all, &id| all | id >> 32) {
+                0 => Ok(Self::Owned(ids.get().iter().map(|&id| id as u32).collect())),
+                _ => checked_ids(ids.get()).map(Self::Owned),
+            }
         }
     }
 
