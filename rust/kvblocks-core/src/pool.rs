@@ -155,6 +155,7 @@ impl Pool {
     }
 
     /// `take`, `count` times, onto the end of a table that has room; the caller has seen that so many are available.
+    #[inline]
     pub fn take_many(&mut self, count: usize, namespace: u32, table: &mut Vec<BlockId>) {
         let num_taken = count.min(self.list.num_unqueued() as usize);
         for _ in 0..num_taken {
@@ -163,17 +164,23 @@ impl Pool {
                 table.push(block);
             }
         }
+        if count > num_taken {
+            self.evict_many(count - num_taken, namespace, table);
+        }
+        self.num_live += count as u32;
+        self.namespaces.usage(namespace).live_blocks += count;
+    }
+
+    #[inline(never)]
+    fn evict_many(&mut self, count: usize, namespace: u32, table: &mut Vec<BlockId>) {
         let mut evictions = Evictions { ahead: self.list.front(), ..Evictions::default() };
-        let num_evicted = count - num_taken;
-        for _ in 0..AHEAD.min(num_evicted) {
+        for _ in 0..AHEAD.min(count) {
             self.look_ahead(&mut evictions);
         }
-        for _ in 0..num_evicted {
+        for _ in 0..count {
             table.extend(self.take_uncounted(namespace, &mut evictions));
         }
         self.count_evictions(&evictions);
-        self.num_live += count as u32;
-        self.namespaces.usage(namespace).live_blocks += count;
     }
 
     #[inline]

@@ -132,8 +132,10 @@ impl StepArrays<'_> {
         };
         let known = known.min(seq.blocks.len());
         let table = &mut self.block_tables[row * self.max_blocks..][..self.max_blocks];
-        for (to, block) in table[known..].iter_mut().zip(&seq.blocks[known..]) {
-            *to = block.export(padding);
+        match (&mut table[known..], &seq.blocks[known..]) {
+            // Nearly always: one block more.
+            ([to, ..], [block]) => *to = block.export(padding),
+            (to, blocks) => to.iter_mut().zip(blocks).for_each(|(to, block)| *to = block.export(padding)),
         }
         if let Some(stale) = table.get_mut(seq.blocks.len()..shown) {
             stale.fill(padding);
