@@ -190,6 +190,11 @@ impl Blocks {
         }
     }
 
+    #[inline]
+    pub fn write_token(&mut self, block: BlockId, offset: usize, id: u32) {
+        self.tokens[block.index() * self.block_size + offset] = id;
+    }
+
     pub fn copy_tokens(&mut self, src: BlockId, dst: BlockId, len: usize) {
         let (src, dst) = (src.index() * self.block_size, dst.index() * self.block_size);
         self.tokens.copy_within(src..src + len, dst);

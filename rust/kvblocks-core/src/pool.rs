@@ -418,7 +418,7 @@ impl Pool {
     /// Write the id of one token and raise its block's mark; returns by how much, which the caller counts. O(1).
     #[inline]
     pub fn store_one(&mut self, block: BlockId, offset: usize, id: u32) -> u32 {
-        self.blocks.write_tokens(block, offset, &[id]);
+        self.blocks.write_token(block, offset, id);
         self.raise_uncounted(block, offset + 1)
     }
 

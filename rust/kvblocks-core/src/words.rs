@@ -11,16 +11,15 @@ const LINE: usize = 64;
 pub(crate) struct Words {
     memory: Vec<u32>,
     start: usize,
-    end: usize,
 }
 
 impl Words {
-    /// `len` zeros; None if the memory cannot be had.
+    /// At least `len` zeros; None if the memory cannot be had.
     pub fn new(len: usize) -> Option<Self> {
         let spare = LINE / size_of::<u32>() - 1;
         let memory: Vec<u32> = bytemuck::try_zeroed_vec(len.checked_add(spare)?).ok()?;
         let start = memory.as_ptr().align_offset(LINE).min(spare);
-        Some(Self { memory, start, end: start + len })
+        Some(Self { memory, start })
     }
 }
 
@@ -29,13 +28,13 @@ impl Deref for Words {
 
     #[inline]
     fn deref(&self) -> &[u32] {
-        &self.memory[self.start..self.end]
+        &self.memory[self.start..]
     }
 }
 
 impl DerefMut for Words {
     #[inline]
     fn deref_mut(&mut self) -> &mut [u32] {
-        &mut self.memory[self.start..self.end]
+        &mut self.memory[self.start..]
     }
 }
