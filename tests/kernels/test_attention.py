@@ -309,6 +309,21 @@ class TestLatents:
         self.check("bfloat16", "bfloat16", 16, seq_lens=(33, 130, 5), query_lens=(9, 3, 1))
         self.check("float16", "float16", 16, seq_lens=(700, 0, 20))
 
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    def test_latents_are_written_as_two_parts_of_a_row(self, layout: str) -> None:
+        """A cache of the two parts, side by side in the memory of the latents, takes the place of K and V."""
+        backend, rng = emulated_backend(), np.random.default_rng(0)
+        config = CacheConfig(1, 1, 576, 512, dtype="float16", layout=layout)
+        (whole,) = backend.allocate(config, 4)
+        latents = whole.k
+        parts = LayerCache(latents[..., :512], latents[..., 512:], "float16", 16, layout)
+        rows = rng.standard_normal((20, 1, 576)).astype(np.float16)
+        backend.write(parts, rows[..., :512], rows[..., 512:], np.arange(16, 36))
+        cache = LayerCache(latents, latents[..., :512], "float16", 16, layout)
+        k, v = backend.gather(cache, np.array([1, 2], np.int32), 20)
+        np.testing.assert_array_equal(k, rows)
+        np.testing.assert_array_equal(v, rows[..., :512])
+
     def test_schedules_give_the_same_bits(self) -> None:
         results = [
             self.check("float16", "float16", 20, schedule, seq_lens=(130, 70)).tobytes()
