@@ -168,8 +168,7 @@ def _execute(block: Block, instruction: Instruction, name: str) -> None:
             raise PtxError("unknown instruction")
         INSTRUCTIONS[name](block, instruction)
     except PtxError as error:
-        place = f"{block.entry.name}, line {instruction.line}"
-        raise PtxError(f"{place}, {instruction.text!r}: {error}") from None
+        raise PtxError(f"{instruction.place}: {instruction.text}: {error}") from None
     finally:
         block.active = active
 
@@ -198,7 +197,7 @@ def _pass_barrier(block: Block) -> None:
     """All threads wait: at one barrier, or there is a deadlock."""
     where = [block.entry.instructions[at] for at in np.unique(block.pc[~block.is_done])]
     if block.is_done.any() or len(where) != 1 or _name(where[0].opcode) != "bar.sync":
-        places = ", ".join(f"line {each.line}: {each.text}" for each in where)
+        places = ", ".join(f"{each.place}: {each.text}" for each in where)
         raise PtxError(
             f"{block.entry.name}: deadlock, {int(block.is_done.sum())} threads have ended, others wait at {places}"
         )

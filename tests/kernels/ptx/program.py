@@ -10,6 +10,8 @@ _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)[^{]*\{(.*?)\n\}", re.DOTA
 _PARAM = re.compile(r"\.param \.align \d+ \.b8 (\w+)\[(\d+)\]")
 _REGISTERS = re.compile(r"\.reg \.(\w+)\s+(%\w+)<(\d+)>;")
 _SHARED = re.compile(r"\.extern \.shared [^;]*?(\w+)\[\];")
+_FILE = re.compile(r"^\s*\.file\s+(\d+) \"(?:[^\"]*/)?([^\"]+)\"", re.MULTILINE)
+_PLACE = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at (\d+) (\d+))?")
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 
@@ -26,7 +28,7 @@ class Instruction:
     operands: tuple[str, ...]
     guard: tuple[str, bool] | None
     text: str
-    line: int  # of the source file, 0 if unknown
+    place: str  # file and line of the source, and where that was inlined
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,23 @@ def parse(text: str, entry: str) -> Entry:
     assert param is not None
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    line = 0
+    files = dict(_FILE.findall(text))
+    place = ""
     for raw in bodies[entry][3].splitlines():
         stripped = re.sub(r"//.*", "", raw).strip()
-        if match := re.match(r"\.loc\s+\d+\s+(\d+)", stripped):
-            line = int(match[1])
+        if match := _PLACE.match(stripped):
+            where = [f"{files[file]}:{line}" for file, line in (match.group(1, 2), match.group(3, 4)) if file]
+            place = " in ".join(where)
         elif match := re.fullmatch(r"(\$\w+):", stripped):
             labels[match[1]] = len(instructions)
         elif stripped and stripped[0] not in ".{}":
             statements = (part.strip() for part in stripped.split(";"))
-            instructions += [_instruction(statement, line) for statement in statements if statement]
+            instructions += [_instruction(statement, place) for statement in statements if statement]
     registers = {prefix: kind for kind, prefix, _ in _REGISTERS.findall(bodies[entry][3])}
     return Entry(entry, tuple(instructions), labels, registers, param[1], frozenset(_SHARED.findall(text)))
 
 
-def _instruction(statement: str, line: int) -> Instruction:
+def _instruction(statement: str, place: str) -> Instruction:
     match = _STATEMENT.fullmatch(statement)
     if match is None:
         raise PtxError(f"not understood: {statement!r}")
@@ -75,6 +79,6 @@ def _instruction(statement: str, line: int) -> Instruction:
         tuple(opcode.replace("::", ":").split(".")),
         tuple(_OPERAND.findall(operands)),
         None if guard is None else (guard, bool(negated)),
-        statement,
-        line,
+        " ".join(statement.split()),
+        place,
     )
