@@ -96,7 +96,8 @@ class Swapper:
                 sizes.append(block)
             if views[0].shape[1:] != views[1].shape[1:]:
                 raise ValueError(
-                    f"layer {layer}: blocks of shape {views[1].shape[1:]} on the host, {views[0].shape[1:]} on the device"
+                    f"layer {layer}: blocks of shape {views[1].shape[1:]} on the host, "
+                    f"{views[0].shape[1:]} on the device"
                 )
             if not self.transport.is_pinned(views[1].ctypes.data):
                 raise ValueError(

@@ -1,0 +1,1 @@
+"""Measurements that need a GPU: `python -m benches.gpu.run` says how."""
