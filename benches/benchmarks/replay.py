@@ -26,6 +26,10 @@ class _Trace:
             raise NotImplementedError("KVBLOCKS_TRACES names no folder with the Mooncake conversation trace")
         self.trace = read_trace(path)
 
+    def teardown(self, *_params: object) -> None:
+        """Let the trace go; each run makes a pool of its own."""
+        del self.trace
+
 
 class Mooncake(_Trace):
     """12,031 requests, 9 million blocks of prompts, 4 million decoded tokens; a short pool, and ample ones."""
