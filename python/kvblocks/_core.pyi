@@ -714,18 +714,24 @@ def cpu_simd() -> list[str]:
 def cpu_read_all(elements: NDArray[np.float32], how: _How) -> float:
     """Read every element once, as a measure of what memory gives; returns a number without meaning."""
 
-def cpu_write(cache: _Storage, rows: _Rows, slots: NDArray[np.int64], how: _How) -> None:
-    """Store rows of one dtype in K or V of another: cache (array, dtype, geometry), rows (array, dtype)."""
+# Who shares a scale, scales, zeros, size of a group, bits of a code.
+_Scales: TypeAlias = tuple[str, NDArray[Any], NDArray[Any] | None, int, int] | None
+_Part: TypeAlias = tuple[_Storage, _Scales]
+
+def cpu_write(cache: _Storage, scales: _Scales, rows: _Rows, slots: NDArray[np.int64], how: _How) -> None:
+    """Store rows in K or V: cache (array, dtype, geometry), rows (array, dtype)."""
 
 def cpu_attend(
     q: tuple[_Elements, str, int],
-    cache: tuple[str, tuple[_Elements, _Geometry], tuple[_Elements, _Geometry]],
+    k: _Part,
+    v: _Part,
+    tail: tuple[_Elements, _Elements, str, NDArray[np.int32]] | None,
     batch: tuple[NDArray[np.int32], int, NDArray[np.int32], NDArray[np.int32]],
     options: tuple[float, int | None, float | None, NDArray[np.float32] | None, NDArray[np.float32] | None],
     output: tuple[_Elements, NDArray[np.float32] | None],
     how: _How,
 ) -> None:
-    """Attention of q (array, dtype, heads) over cache (dtype, (k, geometry), (v, geometry)).
+    """Attention of q (array, dtype, heads) over K and V, and over a tail (k, v, dtype, starts) that is not in them yet.
 
     batch: (tables, columns, lengths, query starts); options: (scale, window, soft cap, sinks, slopes);
     output: (out, lse).
@@ -735,9 +741,9 @@ def cpu_copy_blocks(cache: _Storage, copies: NDArray[np.int32], how: _How) -> No
     """Copy blocks of K or V of one layer, cache (array, dtype, geometry); copies: (src, dst) pairs, flat."""
 
 def cpu_gather(
-    cache: _Storage, block_table: NDArray[np.int32], seq_len: int, out: NDArray[np.float32], how: _How
+    cache: _Part, block_table: NDArray[np.int32], seq_len: int, out: NDArray[np.float32], how: _How
 ) -> None:
-    """The first seq_len tokens of a sequence, from K or V, cache (array, dtype, geometry), into out."""
+    """The first seq_len tokens of a sequence, from K or V, into out."""
 
 def cpu_merge_states(
     a: tuple[_Elements, NDArray[np.float32]],

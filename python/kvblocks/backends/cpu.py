@@ -8,7 +8,7 @@ memory, and a copy only of what is not contiguous.
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,9 @@ from kvblocks.backends.checks import (
     check_write,
 )
 from kvblocks.backends.codecs import Encoded, decode, encode, per_token
+from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.config import LAYOUTS, CacheConfig, as_integer
-from kvblocks.formats import STORAGE_DTYPES, Format
+from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
 from kvblocks.layout import LayerCache, allocate_host, dtype_name, to_float32
 
 # More than any machine has; a larger number is a mistake.
@@ -43,16 +44,16 @@ _MOST_THREADS = 1024
 
 _SUPPORTED = Supported(
     q_dtypes=tuple(STORAGE_DTYPES),
-    k_formats=tuple(STORAGE_DTYPES),
-    v_formats=tuple(STORAGE_DTYPES),
-    mixed=False,
+    k_formats=tuple(map(str, all_formats("k"))),
+    v_formats=tuple(map(str, all_formats("v"))),
+    mixed=True,
     layouts=LAYOUTS,
-    features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse"}),
+    features=frozenset({"window", "soft_cap", "sinks", "alibi", "lse", "tail"}),
 )
 
 
 class CpuBackend:
-    """Every feature, any head dims, any block size; float32 accumulation; releases the interpreter.
+    """Every format and feature, any head dims and block size; float32 inside; releases the interpreter.
 
     num_threads: threads of a call, the caller's included; None asks KVBLOCKS_CPU_THREADS of the environment, then
     takes the cores that this process may use. Results do not depend on it. simd: "avx512bf16", "avx512", "avx2" or
@@ -89,17 +90,22 @@ class CpuBackend:
     ) -> None:
         """See `Backend.write`."""
         check_write(_SUPPORTED, cache, k, v, slot_mapping)
-        with holding(reads=(k, v, slot_mapping), writes=(cache.k, cache.v)):
+        if cache.format.k.has_zero or cache.format.v.has_zero:
+            # Groups are quantised once, as their last token leaves the residual: the specification is quick enough.
+            NumpyBackend().write(cache, k, v, slot_mapping)
+            return
+        with holding(reads=(k, v, slot_mapping), writes=_arrays(cache)):
             slots = _plain(slot_mapping)
             # Copies are made for both parts before the first is written, as they may run out of memory.
             rows_k, rows_v = (_flat(rows[: len(slots)]) for rows in (k, v))
-            for array, nhd, rows, dtype in (
-                (cache.k, cache.k_nhd, rows_k, dtype_name(k.dtype)),
-                (cache.v, cache.v_nhd, rows_v, dtype_name(v.dtype)),
+            for part, rows, dtype in (
+                (_Part.k(cache), rows_k, dtype_name(k.dtype)),
+                (_Part.v(cache), rows_v, dtype_name(v.dtype)),
             ):
-                cpu_write(
-                    (_span(array), cache.format.k.name, _geometry(nhd)), (rows, dtype), slots, self._how
-                )
+                scales = part.scales()
+                cpu_write(part.storage(), scales, (rows, dtype), slots, self._how)
+                if part.format.scaling == "token_head" and scales is not None:
+                    part.take_scales(scales[1])
 
     def attend(
         self,
@@ -135,18 +141,20 @@ class CpuBackend:
             out=out,
             lse=lse,
         )
-        reads = (q, cache.k, cache.v, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes)
+        indices = (block_tables, seq_lens, query_start_loc)
+        tails = () if tail is None else (tail.k, tail.v, tail.start_loc)
+        reads = (q, *_arrays(cache), *indices, sinks, alibi_slopes, *tails)
         with holding(reads=reads, writes=(out, lse)):
             # Where a result may not be contiguous, the kernel fills a buffer that is copied over.
             out_buffer = np.ascontiguousarray(out)
             lse_buffer = None if lse is None else np.ascontiguousarray(lse)
             cpu_attend(
                 (_flat(q), dtype_name(q.dtype), q.shape[1]),
-                (
-                    cache.format.k.name,
-                    (_span(cache.k), _geometry(cache.k_nhd)),
-                    (_span(cache.v), _geometry(cache.v_nhd)),
-                ),
+                (_Part.k(cache).storage(), _Part.k(cache).scales()),
+                (_Part.v(cache).storage(), _Part.v(cache).scales()),
+                None
+                if tail is None
+                else (_flat(tail.k), _flat(tail.v), dtype_name(tail.k.dtype), _plain(tail.start_loc)),
                 (
                     _flat(block_tables),
                     block_tables.shape[1],
@@ -172,23 +180,27 @@ class CpuBackend:
     def copy_blocks(self, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
         """See `Backend.copy_blocks`."""
         check_copies(_SUPPORTED, caches, copies)
-        with holding(reads=[copies], writes=[array for cache in caches for array in (cache.k, cache.v)]):
+        with holding(reads=[copies], writes=[array for cache in caches for array in cache.block_arrays]):
             pairs = _flat(copies)
+            src, dst = copies.T
             for cache in caches:
-                for array, nhd in ((cache.k, cache.k_nhd), (cache.v, cache.v_nhd)):
-                    cpu_copy_blocks((_span(array), cache.format.k.name, _geometry(nhd)), pairs, self._how)
+                for part in (_Part.k(cache), _Part.v(cache)):
+                    cpu_copy_blocks(part.storage(), pairs, self._how)
+                    if not part.format.is_static:
+                        for array in part.arrays[1:]:
+                            array[dst] = array[src]
 
     def gather(
         self, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.gather`."""
         check_gather(_SUPPORTED, cache, block_table, seq_len)
-        with holding(reads=(cache.k, cache.v, block_table), writes=()):
+        with holding(reads=(*_arrays(cache), block_table), writes=()):
             table = _plain(block_table)
             k = np.empty((seq_len, cache.num_kv_heads, cache.head_dim), np.float32)
             v = np.empty((seq_len, cache.num_kv_heads, cache.head_dim_v), np.float32)
-            for array, nhd, rows in ((cache.k, cache.k_nhd, k), (cache.v, cache.v_nhd, v)):
-                storage = (_span(array), cache.format.k.name, _geometry(nhd))
+            for part, rows in ((_Part.k(cache), k), (_Part.v(cache), v)):
+                storage = (part.storage(), part.scales())
                 cpu_gather(storage, table, int(seq_len), _flat(rows), self._how)
         return k, v
 
@@ -231,6 +243,56 @@ class CpuBackend:
         part = check_decode(_SUPPORTED, codes, kv_format, scale, zero)
         zero = None if zero is None else per_token(zero, part)
         return decode(codes, part, per_token(scale, part), zero)
+
+
+def _arrays(cache: LayerCache) -> list[NDArray[Any]]:
+    return [array for _, array in cache.named_arrays]
+
+
+# Who shares a scale, scales, zeros, size of a group, bits of a code; as the kernels take them.
+_Scales: TypeAlias = tuple[str, NDArray[Any], NDArray[Any] | None, int, int]
+
+
+class _Part(NamedTuple):
+    """The K or the V of a cache; codes in NHD order as well."""
+
+    format: Format
+    codes: NDArray[Any]
+    nhd: NDArray[Any]
+    scale: NDArray[Any] | None
+    zero: NDArray[Any] | None
+
+    @classmethod
+    def k(cls, cache: LayerCache) -> "_Part":
+        return cls(cache.format.k, cache.k, cache.k_nhd, cache.k_scale, cache.k_zero)
+
+    @classmethod
+    def v(cls, cache: LayerCache) -> "_Part":
+        return cls(cache.format.v, cache.v, cache.v_nhd, cache.v_scale, cache.v_zero)
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        return [array for array in (self.codes, self.scale, self.zero) if array is not None]
+
+    def storage(self) -> tuple[NDArray[Any], str, tuple[int, ...]]:
+        """The codes as the kernels take them."""
+        name = "packed" if self.format.bits < 8 else self.format.name
+        return _span(self.codes), name, _geometry(self.nhd)
+
+    def scales(self) -> _Scales | None:
+        """The scales as the kernels take them."""
+        if self.scale is None:
+            return None
+        scaling, scale = self.format.scaling, self.scale
+        if scaling == "tensor":
+            scaling, scale = "head", np.repeat(scale, self.nhd.shape[2])
+        zero = None if self.zero is None else _flat(self.zero)
+        return scaling, _flat(scale), zero, self.format.group, self.format.bits
+
+    def take_scales(self, written: NDArray[Any]) -> None:
+        """Keep the scales of a write that could not go where they belong."""
+        if self.scale is not None and not np.may_share_memory(written, self.scale):
+            self.scale[...] = written.reshape(self.scale.shape)
 
 
 def _simd(name: str | None) -> str:

@@ -1,9 +1,10 @@
-//! The number formats that a cache, a query or an output may have, one element at a time. Imports `simd`.
+//! The number formats that a cache, a query or an output may have, one element at a time. Imports `error` and `simd`.
 //!
 //! Invariant: conversion to f32 is exact; conversion from f32 rounds to nearest even and keeps a NaN a NaN.
 
 use half::{bf16, f16};
 
+use crate::error::{Error, Result};
 use crate::simd::{Simd, MAX_LANES};
 
 /// One element as it is stored.
@@ -142,6 +143,146 @@ impl Code for bf16 {
     }
 }
 
+/// An 8-bit float: sign, 4 bits of exponent, 3 of mantissa, no infinity, NaN in the largest codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct E4m3(pub u8);
+
+/// An 8-bit float: the upper half of an f16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct E5m2(pub u8);
+
+macro_rules! fp8 {
+    ($type:ident, $load:ident, $value:path, mantissa: $mantissa:literal, bias: $bias:literal, limit: $limit:literal) => {
+        impl $type {
+            /// The largest magnitude of a code.
+            pub const LIMIT: f32 = $limit;
+
+            /// Codes of bytes.
+            pub fn from_bytes(bytes: &[u8]) -> &[Self] {
+                // SAFETY: the type is its byte.
+                unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) }
+            }
+
+            /// Codes of bytes.
+            pub fn from_bytes_mut(bytes: &mut [u8]) -> &mut [Self] {
+                // SAFETY: the type is its byte, and every byte is a code.
+                unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), bytes.len()) }
+            }
+
+            /// The two bytes of the bf16 that each magnitude is, low bytes first; exact, NaN included.
+            const PAIRS: [[u8; 128]; 2] = {
+                let mut tables = [[0; 128]; 2];
+                let mut magnitude = 0;
+                while magnitude < 128 {
+                    let bits = $value(magnitude as u8).to_bits();
+                    // A NaN of any payload, as a quiet one.
+                    let bits = if bits > 0x7F80_0000 { 0x7FC0_0000 } else { bits };
+                    tables[0][magnitude] = (bits >> 16) as u8;
+                    tables[1][magnitude] = (bits >> 24) as u8;
+                    magnitude += 1;
+                }
+                tables
+            };
+        }
+
+        impl Code for $type {
+            const ZERO: Self = $type(0);
+
+            #[inline(always)]
+            fn vectors_of_pairs<S: Simd>() -> usize {
+                if S::BF16 {
+                    2
+                } else {
+                    0
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn load_pairs<S: Simd>(simd: S, from: *const Self) -> [S::I; 2] {
+                // SAFETY: the caller's.
+                unsafe { simd.look_up_pairs(from.cast(), &Self::PAIRS) }
+            }
+
+            /// The bytes of each 16-byte part are paired in two halves of it: 8 to the first vector, 8 to the second.
+            fn place_of_pair(vector: usize, lane: usize) -> usize {
+                lane / 4 * 16 + vector * 8 + lane % 4 * 2
+            }
+
+            #[inline(always)]
+            unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F {
+                // SAFETY: the caller's.
+                unsafe { simd.$load(from.cast()) }
+            }
+
+            /// Beyond the limit, an infinity included, the largest code.
+            #[inline(always)]
+            unsafe fn store<S: Simd>(simd: S, to: *mut Self, values: S::F) {
+                const DROPPED: u32 = 23 - $mantissa;
+                let sign = simd.and(simd.shift_right::<24>(simd.bits(values)), simd.splat_bits(0x80));
+                let magnitude = simd.as_float(simd.and(simd.bits(values), simd.splat_bits(0x7FFF_FFFF)));
+                let nan = simd.is_nan(magnitude);
+                let magnitude = simd.min(simd.splat($limit), magnitude);
+                let wide = simd.bits(magnitude);
+                // Half of the dropped field, less one if the kept part is even; the carry may run into the exponent.
+                let odd = simd.and(simd.shift_right::<DROPPED>(wide), simd.splat_bits(1));
+                let half = simd.splat_bits((1 << (DROPPED - 1)) - 1);
+                let rounded = simd.shift_right::<DROPPED>(simd.add_bits(simd.add_bits(wide, half), odd));
+                let normal = simd
+                    .add_bits(rounded, simd.splat_bits((((127 - $bias) << $mantissa) as u32).wrapping_neg()));
+                // Below the smallest normal number the steps are even; the multiplication is exact.
+                let steps = simd.splat((1u32 << ($bias - 1 + $mantissa)) as f32);
+                let subnormal = simd.to_int(simd.mul(magnitude, steps));
+                let is_subnormal = simd.less(magnitude, simd.splat(1.0 / (1u32 << ($bias - 1)) as f32));
+                let code = simd.select_bits(is_subnormal, subnormal, normal);
+                let code = simd.select_bits(nan, simd.splat_bits(0x7F), code);
+                // SAFETY: the caller's; the type is its byte.
+                unsafe { simd.store_u8(to.cast(), simd.or(code, sign)) }
+            }
+        }
+    };
+}
+
+fp8!(E4m3, load_e4m3, e4m3_value, mantissa: 3, bias: 7, limit: 448.0);
+fp8!(E5m2, load_e5m2, e5m2_value, mantissa: 2, bias: 15, limit: 57344.0);
+
+impl Code for i8 {
+    const ZERO: Self = 0;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F {
+        // SAFETY: the caller's.
+        simd.to_float(unsafe { simd.load_i8(from) })
+    }
+
+    /// Within -127..=127; a NaN is 0.
+    #[inline(always)]
+    unsafe fn store<S: Simd>(simd: S, to: *mut Self, values: S::F) {
+        let within = simd.max(simd.splat(-127.0), simd.min(simd.splat(127.0), values));
+        let number = simd.select(simd.is_nan(values), simd.splat(0.0), within);
+        // SAFETY: the caller's.
+        unsafe { simd.store_u8(to.cast(), simd.to_int(number)) }
+    }
+}
+
+/// Packed codes, as the bytes that they are.
+impl Code for u8 {
+    const ZERO: Self = 0;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F {
+        // SAFETY: the caller's.
+        simd.to_float(unsafe { simd.load_u8(from) })
+    }
+
+    #[inline(always)]
+    unsafe fn store<S: Simd>(simd: S, to: *mut Self, values: S::F) {
+        // SAFETY: the caller's.
+        unsafe { simd.store_u8(to, simd.to_int(values)) }
+    }
+}
+
 /// Elements of one type.
 #[derive(Debug, Clone, Copy)]
 pub enum Elements<'a> {
@@ -151,6 +292,14 @@ pub enum Elements<'a> {
     F16(&'a [f16]),
     /// The upper half of an f32.
     Bf16(&'a [bf16]),
+    /// Codes of a format with scales.
+    E4m3(&'a [E4m3]),
+    /// Codes of a format with scales.
+    E5m2(&'a [E5m2]),
+    /// Codes of a format with scales.
+    I8(&'a [i8]),
+    /// Bytes of packed codes of a format with scales and zeros.
+    Packed(&'a [u8]),
 }
 
 /// Elements of one type, to be written.
@@ -162,6 +311,14 @@ pub enum ElementsMut<'a> {
     F16(&'a mut [f16]),
     /// The upper half of an f32.
     Bf16(&'a mut [bf16]),
+    /// Codes of a format with scales.
+    E4m3(&'a mut [E4m3]),
+    /// Codes of a format with scales.
+    E5m2(&'a mut [E5m2]),
+    /// Codes of a format with scales.
+    I8(&'a mut [i8]),
+    /// Bytes of packed codes of a format with scales and zeros.
+    Packed(&'a mut [u8]),
 }
 
 /// Run a body with `$slice` standing for the typed slice in an `Elements` or `ElementsMut`.
@@ -171,12 +328,34 @@ macro_rules! with_elements {
             $crate::code::$kind::F32($slice) => $body,
             $crate::code::$kind::F16($slice) => $body,
             $crate::code::$kind::Bf16($slice) => $body,
+            $crate::code::$kind::E4m3($slice) => $body,
+            $crate::code::$kind::E5m2($slice) => $body,
+            $crate::code::$kind::I8($slice) => $body,
+            $crate::code::$kind::Packed($slice) => $body,
         }
     };
 }
 pub(crate) use with_elements;
 
+/// The same for plain numbers, with a body for codes of formats with scales: fewer instances to compile.
+macro_rules! with_floats {
+    ($kind:ident, $elements:expr, $slice:ident => $body:expr, else $other:expr) => {
+        match $elements {
+            $crate::code::$kind::F32($slice) => $body,
+            $crate::code::$kind::F16($slice) => $body,
+            $crate::code::$kind::Bf16($slice) => $body,
+            _ => $other,
+        }
+    };
+}
+pub(crate) use with_floats;
+
 impl Elements<'_> {
+    /// Err(Codes) for codes of formats with scales.
+    pub(crate) fn check_floats(&self, argument: &'static str) -> Result<()> {
+        with_floats!(Elements, self, _slice => Ok(()), else Err(Error::Codes { argument }))
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         with_elements!(Elements, self, slice => slice.len())
@@ -189,6 +368,11 @@ impl Elements<'_> {
 }
 
 impl ElementsMut<'_> {
+    /// Err(Codes) for codes of formats with scales.
+    pub(crate) fn check_floats(&self, argument: &'static str) -> Result<()> {
+        with_floats!(ElementsMut, self, _slice => Ok(()), else Err(Error::Codes { argument }))
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         with_elements!(ElementsMut, self, slice => slice.len())
@@ -219,18 +403,19 @@ pub(crate) unsafe fn convert<S: Simd, A: Code, B: Code>(simd: S, from: *const A,
     }
 }
 
-/// The value of an e4m3 code: sign, 4 bits of exponent, 3 of mantissa, no infinity.
-pub(crate) fn e4m3_value(code: u8) -> f32 {
-    let magnitude = u32::from(code & 0x7F);
-    let sign = u32::from(code & 0x80) << 24;
+/// The value of an e4m3 code.
+pub(crate) const fn e4m3_value(code: u8) -> f32 {
+    let magnitude = (code & 0x7F) as u32;
+    let sign = ((code & 0x80) as u32) << 24;
     match magnitude {
         0x7F => f32::NAN,
-        0..8 => f32::from_bits((magnitude as f32 * 2.0f32.powi(-9)).to_bits() | sign),
+        // Steps of 2^-9.
+        0..8 => f32::from_bits((magnitude as f32 / 512.0).to_bits() | sign),
         _ => f32::from_bits(((magnitude << 20) + (120 << 23)) | sign),
     }
 }
 
-/// The value of an e5m2 code: the upper half of an f16.
-pub(crate) fn e5m2_value(code: u8) -> f32 {
-    f16::from_bits(u16::from(code) << 8).to_f32_const()
+/// The value of an e5m2 code.
+pub(crate) const fn e5m2_value(code: u8) -> f32 {
+    f16::from_bits((code as u16) << 8).to_f32_const()
 }

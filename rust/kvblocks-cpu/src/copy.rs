@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use crate::code::{convert, with_elements, Code, ElementsMut};
+use crate::code::{with_elements, ElementsMut};
 use crate::error::{check_len, product, Error, Result};
 use crate::paged::{Cache, Paged};
 use crate::simd::{Simd, Task};
@@ -65,46 +65,48 @@ pub fn gather(
     execution: Execution,
 ) -> Result<()> {
     let paged = cache.paged;
-    paged.check("cache", cache.data.len())?;
+    cache.check("cache", "scale")?;
     let num_blocks = seq_len.div_ceil(paged.block_size);
     if num_blocks > table.len() {
         return Err(Error::Length { argument: "block_table", got: table.len(), expected: num_blocks });
     }
     paged.check_table("block_table", table, 0..num_blocks)?;
-    check_len("out", out.len(), product("out", &[seq_len, paged.num_heads, paged.head_dim])?)?;
-    let token = paged.num_heads * paged.head_dim;
+    check_len("out", out.len(), product("out", &[seq_len, paged.num_heads, cache.dim()])?)?;
+    let token = paged.num_heads * cache.dim();
     let out = Parts::new(out);
-    with_elements!(Elements, cache.data, data => {
-        for_each(seq_len.div_ceil(UNIT_TOKENS), execution.num_threads, || (), |(), unit| {
+    for_each(
+        seq_len.div_ceil(UNIT_TOKENS),
+        execution.num_threads,
+        || (),
+        |(), unit| {
             let tokens = unit * UNIT_TOKENS..seq_len.min((unit + 1) * UNIT_TOKENS);
             // SAFETY: each unit has tokens of its own.
             let out = unsafe { out.part(tokens.start * token..tokens.end * token) };
-            execution.isa.run(Gather { data, paged: &paged, table, tokens, out });
-        });
-    });
+            execution.isa.run(Gather { cache: &cache, table, tokens, out });
+        },
+    );
     Ok(())
 }
 
-struct Gather<'a, T> {
-    data: &'a [T],
-    paged: &'a Paged,
+struct Gather<'a> {
+    cache: &'a Cache<'a>,
     table: &'a [i32],
     tokens: Range<usize>,
     out: &'a mut [f32],
 }
 
-impl<T: Code> Task for Gather<'_, T> {
+impl Task for Gather<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Self { data, paged, table, tokens, out } = self;
-        for (index, row) in out.chunks_exact_mut(paged.head_dim).enumerate() {
+        let Self { cache, table, tokens, out } = self;
+        let paged = &cache.paged;
+        for (index, row) in out.chunks_exact_mut(cache.dim()).enumerate() {
             let (position, head) = (tokens.start + index / paged.num_heads, index % paged.num_heads);
-            let block = table[position / paged.block_size] as usize;
-            let from = &data[paged.row_in_block(block, position % paged.block_size, head)];
-            // SAFETY: both are slices of head_dim elements.
-            unsafe { convert(simd, from.as_ptr(), row.as_mut_ptr(), row.len()) };
+            let (block, offset) = (table[position / paged.block_size] as usize, position % paged.block_size);
+            let at = paged.row_in_block(block, offset, head).start;
+            cache.decode(simd, at, block * paged.block_size + offset, head, row);
         }
     }
 }

@@ -46,6 +46,12 @@ pub enum Error {
         /// Heads of the cache.
         num_kv_heads: usize,
     },
+    /// Codes of a format with scales where numbers are needed, or the other way round.
+    #[error("{argument}: the element type does not fit")]
+    Codes {
+        /// Name of the argument.
+        argument: &'static str,
+    },
     /// K and V disagree on blocks, tokens or heads.
     #[error("k and v differ in {0}")]
     Geometry(&'static str),

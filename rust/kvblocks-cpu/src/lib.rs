@@ -32,12 +32,13 @@ mod math;
 mod merge;
 mod paged;
 mod probe;
+mod scaling;
 mod simd;
 mod threads;
 mod write;
 
-pub use attend::{attend, Batch, Options, Output, Queries};
-pub use code::{Elements, ElementsMut};
+pub use attend::{attend, Batch, Options, Output, Queries, Storage, Tail};
+pub use code::{E4m3, E5m2, Elements, ElementsMut};
 pub use copy::{copy_blocks, gather};
 pub use error::{Error, Result};
 /// The crate of the 16-bit element types, so that callers agree on its version.
@@ -45,8 +46,9 @@ pub use half;
 pub use merge::merge_states;
 pub use paged::{Cache, Paged};
 pub use probe::read_all;
+pub use scaling::{Groups, Scaling};
 pub use simd::Isa;
-pub use write::write;
+pub use write::{write, CacheMut, ScalingMut};
 
 /// How a kernel runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 //!
 //! Invariant: a state whose log-sum-exp is -inf takes no part, whatever its output holds.
 
-use crate::code::{convert, with_elements, Code, Elements, ElementsMut};
+use crate::code::{convert, with_floats, Code, Elements, ElementsMut};
 use crate::error::{check_len, product, Error, Result};
 use crate::simd::{Simd, Task};
 use crate::Execution;
@@ -30,8 +30,12 @@ pub fn merge_states(
     if lse.is_empty() {
         return Ok(()); // before a row is sized by head_dim, which nothing bounds here
     }
-    with_elements!(ElementsMut, out, out => execution.isa.run(Merge { a, b, head_dim, out, lse }));
-    Ok(())
+    a.0.check_floats("out_a")?;
+    b.0.check_floats("out_b")?;
+    with_floats!(ElementsMut, out, out => {
+        execution.isa.run(Merge { a, b, head_dim, out, lse });
+        Ok(())
+    }, else Err(Error::Codes { argument: "out" }))
 }
 
 struct Merge<'a, T> {
@@ -57,11 +61,11 @@ impl<T: Code> Task for Merge<'_, T> {
                     continue;
                 }
                 let weight = (part - *lse).exp();
-                with_elements!(Elements, state, state => {
+                with_floats!(Elements, state, state => {
                     let state = &state[row * head_dim..][..head_dim];
                     // SAFETY: both are slices of head_dim elements.
                     unsafe { convert(simd, state.as_ptr(), values.as_mut_ptr(), head_dim) };
-                });
+                }, else {});
                 sum.iter_mut().zip(&values).for_each(|(sum, value)| *sum += weight * value);
             }
             // SAFETY: both are slices of head_dim elements.

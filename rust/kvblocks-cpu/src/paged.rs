@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use crate::code::{with_elements, Elements};
 use crate::error::{Error, Result};
+use crate::scaling::Scaling;
 
 /// Geometry of K or V of one layer, in elements; the elements of a row are contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,6 +34,8 @@ pub struct Cache<'a> {
     pub data: Elements<'a>,
     /// Where they are.
     pub paged: Paged,
+    /// What a code stands for.
+    pub scaling: Scaling<'a>,
 }
 
 impl Cache<'_> {

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 use kvblocks_cpu::{
-    attend, copy_blocks, gather, merge_states, write, Batch, Cache, Elements, ElementsMut, Error, Execution,
-    Isa, Options, Output, Paged, Queries,
+    attend, copy_blocks, gather, merge_states, write, Batch, Cache, CacheMut, Elements, ElementsMut, Error,
+    Execution, Isa, Options, Output, Paged, Queries, Scaling, ScalingMut, Storage,
 };
 use proptest::prelude::*;
 
@@ -49,6 +49,14 @@ macro_rules! element {
 element!(f32, F32, |value| value, |value| value);
 element!(f16, F16, f16::from_f32, f16::to_f32);
 element!(bf16, Bf16, bf16::from_f32, bf16::to_f32);
+
+fn plain(data: Elements<'_>, paged: Paged) -> Cache<'_> {
+    Cache { data, paged, scaling: Scaling::None }
+}
+
+fn plain_mut(data: ElementsMut<'_>, paged: Paged) -> CacheMut<'_> {
+    CacheMut { data, paged, scaling: ScalingMut::None }
+}
 
 /// Reproducible values in -2..2.
 fn values(len: usize, seed: u64) -> Vec<f32> {
@@ -104,16 +112,15 @@ fn check_against_naive<T: Element>(
     let (mut k, mut v) = (vec![nan; 20 * 7 * heads * dim], vec![nan; 20 * 7 * heads * dim_v]);
     let k_rows = rounded::<T>(&values(tokens * heads * dim, 1));
     let v_rows = rounded::<T>(&values(tokens * heads * dim_v, 2));
-    write(T::elements_mut(&mut k), &k_paged, T::elements(&k_rows), &slots, how)?;
-    write(T::elements_mut(&mut v), &v_paged, Elements::F32(&widened(&v_rows)), &slots, how)?;
+    write(plain_mut(T::elements_mut(&mut k), k_paged), T::elements(&k_rows), &slots, how)?;
+    write(plain_mut(T::elements_mut(&mut v), v_paged), Elements::F32(&widened(&v_rows)), &slots, how)?;
 
     let q = values(3 * heads * group * dim, 3);
     let mut out = vec![f32::NAN; 3 * heads * group * dim_v];
     let mut lse = vec![f32::NAN; 3 * heads * group];
     attend(
         Queries { data: Elements::F32(&q), num_heads: heads * group },
-        Cache { data: T::elements(&k), paged: k_paged },
-        Cache { data: T::elements(&v), paged: v_paged },
+        Storage { k: plain(T::elements(&k), k_paged), v: plain(T::elements(&v), v_paged), tail: None },
         Batch { block_tables: &table, max_blocks: 19, seq_lens: &[130], query_start_loc: &[0, 3] },
         PLAIN,
         Output { out: ElementsMut::F32(&mut out), lse: Some(&mut lse) },
@@ -136,8 +143,8 @@ fn check_against_naive<T: Element>(
     }
 
     let (mut k_out, mut v_out) = (vec![0.0; k_rows.len()], vec![0.0; v_rows.len()]);
-    gather(Cache { data: T::elements(&k), paged: k_paged }, &table, tokens, &mut k_out, how)?;
-    gather(Cache { data: T::elements(&v), paged: v_paged }, &table, tokens, &mut v_out, how)?;
+    gather(plain(T::elements(&k), k_paged), &table, tokens, &mut k_out, how)?;
+    gather(plain(T::elements(&v), v_paged), &table, tokens, &mut v_out, how)?;
     assert_eq!(k_out, widened(&k_rows));
     assert_eq!(v_out, widened(&v_rows));
     Ok(())
@@ -167,7 +174,7 @@ fn conversions_agree_with_the_types_own() -> kvblocks_cpu::Result<()> {
         let paged = Paged::nhd(every.len(), 1, 1, 1)?;
         let slots: Vec<i64> = (0..every.len() as i64).collect();
         let mut stored = vec![T::round(0.0); every.len()];
-        write(T::elements_mut(&mut stored), &paged, Elements::F32(&every), &slots, how)?;
+        write(plain_mut(T::elements_mut(&mut stored), paged), Elements::F32(&every), &slots, how)?;
         for (&value, &got) in every.iter().zip(&stored) {
             let expected = T::round(value);
             assert!(
@@ -179,7 +186,7 @@ fn conversions_agree_with_the_types_own() -> kvblocks_cpu::Result<()> {
         }
         let table: Vec<i32> = (0..every.len() as i32).collect();
         let mut values = vec![0.0; every.len()];
-        gather(Cache { data: T::elements(&stored), paged }, &table, every.len(), &mut values, how)?;
+        gather(plain(T::elements(&stored), paged), &table, every.len(), &mut values, how)?;
         for (&got, &code) in values.iter().zip(&stored) {
             assert!(got.to_bits() == code.value().to_bits() || (got.is_nan() && code.value().is_nan()));
         }
@@ -208,8 +215,11 @@ fn the_number_of_threads_changes_no_bit() -> kvblocks_cpu::Result<()> {
                 let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; q.len() / dim]);
                 attend(
                     Queries { data: Elements::F32(&q), num_heads: heads * group },
-                    Cache { data: Elements::F32(&k), paged },
-                    Cache { data: Elements::F32(&v), paged },
+                    Storage {
+                        k: plain(Elements::F32(&k), paged),
+                        v: plain(Elements::F32(&v), paged),
+                        tail: None,
+                    },
                     Batch {
                         block_tables: &table,
                         max_blocks: paged.num_blocks,
@@ -271,7 +281,7 @@ fn errors_carry_the_numbers() {
     let rows = [1.0f32; 9];
     let how = executions()[0];
     let store = |cache: &mut [f32], slots: &[i64]| {
-        write(ElementsMut::F32(cache), &paged, Elements::F32(&rows), slots, how)
+        write(plain_mut(ElementsMut::F32(cache), paged), Elements::F32(&rows), slots, how)
     };
     let wrong = |row, got| Error::Row { argument: "slot_mapping", row, got, low: -1, high: 7 };
     assert_eq!(store(&mut cache, &[0, 8, 1]), Err(wrong(1, 8)));
@@ -333,13 +343,13 @@ proptest! {
         let v = if agree { Paged { head_dim: v.head_dim, ..k } } else { v };
         let data = vec![1.0f32; len];
         let mut cache = data.clone();
-        if write(ElementsMut::F32(&mut cache), &k, Elements::F32(&data), &slots, how).is_err() {
+        if write(plain_mut(ElementsMut::F32(&mut cache), k), Elements::F32(&data), &slots, how).is_err() {
             prop_assert_eq!(&cache, &data);
         }
         let copies: Vec<[i32; 2]> = rows.iter().map(|&(src, dst)| [src, dst]).collect();
         let _ = copy_blocks(ElementsMut::F32(&mut cache), &k, &copies, how);
         let mut out = vec![5.0; len];
-        if gather(Cache { data: Elements::F32(&data), paged: k }, &table, q_heads, &mut out, how).is_err() {
+        if gather(plain(Elements::F32(&data), k), &table, q_heads, &mut out, how).is_err() {
             prop_assert_eq!(&out, &vec![5.0; len]);
         }
         let state = (Elements::F32(&data), &out[..]);
@@ -362,8 +372,7 @@ proptest! {
         let batch = Batch { block_tables: &table, max_blocks, seq_lens: &seq_lens, query_start_loc: &starts };
         let result = attend(
             Queries { data: Elements::F32(&q), num_heads: q_heads },
-            Cache { data: Elements::F32(&data), paged: k },
-            Cache { data: Elements::F32(&data), paged: v },
+            Storage { k: plain(Elements::F32(&data), k), v: plain(Elements::F32(&data), v), tail: None },
             batch,
             Options { window, ..PLAIN },
             Output { out: ElementsMut::F32(&mut out), lse: None },

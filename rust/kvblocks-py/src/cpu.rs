@@ -6,7 +6,10 @@
 //! Invariant: the interpreter is released while a kernel runs; an error of the kernel is a ValueError.
 
 use kvblocks_cpu::half::slice::HalfBitsSliceExt;
-use kvblocks_cpu::{Batch, Cache, Elements, ElementsMut, Execution, Isa, Options, Output, Paged, Queries};
+use kvblocks_cpu::{
+    Batch, Cache, CacheMut, E4m3, E5m2, Elements, ElementsMut, Execution, Groups, Isa, Options, Output,
+    Paged, Queries, Scaling, ScalingMut, Storage, Tail,
+};
 use numpy::{PyReadonlyArray1, PyReadwriteArray1};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -21,6 +24,10 @@ enum Read<'py> {
     F32(PyReadonlyArray1<'py, f32>),
     F16(PyReadonlyArray1<'py, u16>),
     Bf16(PyReadonlyArray1<'py, u16>),
+    E4m3(PyReadonlyArray1<'py, u8>),
+    E5m2(PyReadonlyArray1<'py, u8>),
+    I8(PyReadonlyArray1<'py, i8>),
+    Packed(PyReadonlyArray1<'py, u8>),
 }
 
 impl<'py> Read<'py> {
@@ -29,6 +36,10 @@ impl<'py> Read<'py> {
             "float32" => Ok(Self::F32(array.extract()?)),
             "float16" => Ok(Self::F16(array.extract()?)),
             "bfloat16" => Ok(Self::Bf16(array.extract()?)),
+            "fp8_e4m3" => Ok(Self::E4m3(array.extract()?)),
+            "fp8_e5m2" => Ok(Self::E5m2(array.extract()?)),
+            "int8" => Ok(Self::I8(array.extract()?)),
+            "packed" => Ok(Self::Packed(array.extract()?)),
             other => Err(unknown_dtype(other)),
         }
     }
@@ -38,6 +49,10 @@ impl<'py> Read<'py> {
             Self::F32(array) => Elements::F32(array.as_slice()?),
             Self::F16(array) => Elements::F16(array.as_slice()?.reinterpret_cast()),
             Self::Bf16(array) => Elements::Bf16(array.as_slice()?.reinterpret_cast()),
+            Self::E4m3(array) => Elements::E4m3(E4m3::from_bytes(array.as_slice()?)),
+            Self::E5m2(array) => Elements::E5m2(E5m2::from_bytes(array.as_slice()?)),
+            Self::I8(array) => Elements::I8(array.as_slice()?),
+            Self::Packed(array) => Elements::Packed(array.as_slice()?),
         })
     }
 }
@@ -47,6 +62,10 @@ enum Write<'py> {
     F32(PyReadwriteArray1<'py, f32>),
     F16(PyReadwriteArray1<'py, u16>),
     Bf16(PyReadwriteArray1<'py, u16>),
+    E4m3(PyReadwriteArray1<'py, u8>),
+    E5m2(PyReadwriteArray1<'py, u8>),
+    I8(PyReadwriteArray1<'py, i8>),
+    Packed(PyReadwriteArray1<'py, u8>),
 }
 
 impl<'py> Write<'py> {
@@ -55,6 +74,10 @@ impl<'py> Write<'py> {
             "float32" => Ok(Self::F32(array.extract()?)),
             "float16" => Ok(Self::F16(array.extract()?)),
             "bfloat16" => Ok(Self::Bf16(array.extract()?)),
+            "fp8_e4m3" => Ok(Self::E4m3(array.extract()?)),
+            "fp8_e5m2" => Ok(Self::E5m2(array.extract()?)),
+            "int8" => Ok(Self::I8(array.extract()?)),
+            "packed" => Ok(Self::Packed(array.extract()?)),
             other => Err(unknown_dtype(other)),
         }
     }
@@ -64,8 +87,85 @@ impl<'py> Write<'py> {
             Self::F32(array) => ElementsMut::F32(array.as_slice_mut()?),
             Self::F16(array) => ElementsMut::F16(array.as_slice_mut()?.reinterpret_cast_mut()),
             Self::Bf16(array) => ElementsMut::Bf16(array.as_slice_mut()?.reinterpret_cast_mut()),
+            Self::E4m3(array) => ElementsMut::E4m3(E4m3::from_bytes_mut(array.as_slice_mut()?)),
+            Self::E5m2(array) => ElementsMut::E5m2(E5m2::from_bytes_mut(array.as_slice_mut()?)),
+            Self::I8(array) => ElementsMut::I8(array.as_slice_mut()?),
+            Self::Packed(array) => ElementsMut::Packed(array.as_slice_mut()?),
         })
     }
+}
+
+/// The scales of K or V: who shares one, scales, zeros, size of a group, bits of a code.
+type Scales<'py> = Option<(String, Any<'py>, Option<Any<'py>>, usize, usize)>;
+
+/// Scales that are read.
+enum ReadScales<'py> {
+    None,
+    Float(String, PyReadonlyArray1<'py, f32>),
+    Groups(bool, [PyReadonlyArray1<'py, u16>; 2], usize, usize),
+}
+
+impl<'py> ReadScales<'py> {
+    fn new(scales: &Scales<'py>) -> PyResult<Self> {
+        let Some((scaling, scale, zero, size, bits)) = scales else { return Ok(Self::None) };
+        match zero {
+            None => Ok(Self::Float(scaling.clone(), scale.extract()?)),
+            Some(zero) => {
+                Ok(Self::Groups(scaling == "token_group", [scale.extract()?, zero.extract()?], *size, *bits))
+            }
+        }
+    }
+
+    fn scaling(&self) -> PyResult<Scaling<'_>> {
+        match self {
+            Self::None => Ok(Scaling::None),
+            Self::Float(name, scale) => match name.as_str() {
+                "head" => Ok(Scaling::Head(scale.as_slice()?)),
+                "channel" => Ok(Scaling::Channel(scale.as_slice()?)),
+                "token_head" => Ok(Scaling::TokenHead(scale.as_slice()?)),
+                other => Err(unknown_scaling(other)),
+            },
+            Self::Groups(by_token, [scale, zero], size, bits) => {
+                let (scale, zero) =
+                    (scale.as_slice()?.reinterpret_cast(), zero.as_slice()?.reinterpret_cast());
+                let groups = Groups { size: *size, bits: *bits, scale, zero };
+                Ok(if *by_token { Scaling::TokenGroup(groups) } else { Scaling::Group(groups) })
+            }
+        }
+    }
+}
+
+/// Scales that a write takes, or makes.
+enum WriteScales<'py> {
+    None,
+    Given(String, PyReadonlyArray1<'py, f32>),
+    Made(PyReadwriteArray1<'py, f32>),
+}
+
+impl<'py> WriteScales<'py> {
+    fn new(scales: &Scales<'py>) -> PyResult<Self> {
+        let Some((scaling, scale, ..)) = scales else { return Ok(Self::None) };
+        Ok(match scaling.as_str() {
+            "token_head" => Self::Made(scale.extract()?),
+            _ => Self::Given(scaling.clone(), scale.extract()?),
+        })
+    }
+
+    fn scaling(&mut self) -> PyResult<ScalingMut<'_>> {
+        match self {
+            Self::None => Ok(ScalingMut::None),
+            Self::Made(scale) => Ok(ScalingMut::TokenHead(scale.as_slice_mut()?)),
+            Self::Given(name, scale) => match name.as_str() {
+                "head" => Ok(ScalingMut::Head(scale.as_slice()?)),
+                "channel" => Ok(ScalingMut::Channel(scale.as_slice()?)),
+                other => Err(unknown_scaling(other)),
+            },
+        }
+    }
+}
+
+fn unknown_scaling(name: &str) -> PyErr {
+    PyValueError::new_err(format!("scaling is {name:?}, which this kernel does not know"))
 }
 
 fn unknown_dtype(name: &str) -> PyErr {
@@ -94,30 +194,39 @@ fn cpu_simd() -> Vec<&'static str> {
     Isa::NAMES.into_iter().filter(|name| Isa::named(name).is_some()).collect()
 }
 
-/// Store rows of one dtype in K or V of another: cache (array, dtype, geometry), rows (array, dtype).
+/// Store rows in K or V: cache (array, dtype, geometry), rows (array, dtype).
 #[pyfunction]
 fn cpu_write(
     py: Python<'_>,
     cache: (Any<'_>, String, Geometry),
+    scales: Scales<'_>,
     rows: (Any<'_>, String),
     slots: PyReadonlyArray1<'_, i64>,
     how: (String, usize),
 ) -> PyResult<()> {
     let (paged, how) = (paged(cache.2), execution((&how.0, how.1))?);
-    let (mut cache, rows) = (Write::new(&cache.0, &cache.1)?, Read::new(&rows.0, &rows.1)?);
-    let (cache, rows, slots) = (cache.elements()?, rows.elements()?, slots.as_slice()?);
-    py.detach(|| kvblocks_cpu::write(cache, &paged, rows, slots, how)).map_err(to_python)
+    let (mut data, rows) = (Write::new(&cache.0, &cache.1)?, Read::new(&rows.0, &rows.1)?);
+    let mut scales = WriteScales::new(&scales)?;
+    let cache = CacheMut { data: data.elements()?, paged, scaling: scales.scaling()? };
+    let (rows, slots) = (rows.elements()?, slots.as_slice()?);
+    py.detach(|| kvblocks_cpu::write(cache, rows, slots, how)).map_err(to_python)
 }
 
-/// Attention of q (array, dtype, heads) over cache (dtype, (k, geometry), (v, geometry)).
+/// K or V of a layer: (array, dtype, geometry), scales.
+type Part<'py> = ((Any<'py>, String, Geometry), Scales<'py>);
+
+/// Attention of q (array, dtype, heads) over K and V, and over a tail (k, v, dtype, starts) that is not in them yet.
 ///
 /// batch: (tables, columns, lengths, query starts); options: (scale, window, soft cap, sinks, slopes);
 /// output: (out, lse).
 #[pyfunction]
+#[allow(clippy::too_many_arguments)] // the interpreter's calling convention has no structs
 fn cpu_attend(
     py: Python<'_>,
     q: (Any<'_>, String, usize),
-    cache: (String, (Any<'_>, Geometry), (Any<'_>, Geometry)),
+    k: Part<'_>,
+    v: Part<'_>,
+    tail: Option<(Any<'_>, Any<'_>, String, ReadI32<'_>)>,
     batch: (ReadI32<'_>, usize, ReadI32<'_>, ReadI32<'_>),
     options: (f32, Option<usize>, Option<f32>, Option<ReadF32<'_>>, Option<ReadF32<'_>>),
     output: (Any<'_>, Option<PyReadwriteArray1<'_, f32>>),
@@ -125,7 +234,6 @@ fn cpu_attend(
 ) -> PyResult<()> {
     let how = execution((&how.0, how.1))?;
     let (q, q_dtype, num_q_heads) = q;
-    let (dtype, k, v) = cache;
     let batch = Batch {
         block_tables: batch.0.as_slice()?,
         max_blocks: batch.1,
@@ -142,12 +250,25 @@ fn cpu_attend(
     let (mut out, mut lse) = (Write::new(&output.0, &q_dtype)?, output.1);
     let lse = lse.as_mut().map(|array| array.as_slice_mut()).transpose()?;
     let output = Output { out: out.elements()?, lse };
-    let (q, k_array, v_array) =
-        (Read::new(&q, &q_dtype)?, Read::new(&k.0, &dtype)?, Read::new(&v.0, &dtype)?);
+    let q = Read::new(&q, &q_dtype)?;
     let queries = Queries { data: q.elements()?, num_heads: num_q_heads };
-    let k = Cache { data: k_array.elements()?, paged: paged(k.1) };
-    let v = Cache { data: v_array.elements()?, paged: paged(v.1) };
-    py.detach(|| kvblocks_cpu::attend(queries, k, v, batch, options, output, how)).map_err(to_python)
+    let (k_array, v_array) = (Read::new(&k.0 .0, &k.0 .1)?, Read::new(&v.0 .0, &v.0 .1)?);
+    let (k_scales, v_scales) = (ReadScales::new(&k.1)?, ReadScales::new(&v.1)?);
+    let tail = match &tail {
+        None => None,
+        Some((k, v, dtype, starts)) => Some((Read::new(k, dtype)?, Read::new(v, dtype)?, starts)),
+    };
+    let storage = Storage {
+        k: Cache { data: k_array.elements()?, paged: paged(k.0 .2), scaling: k_scales.scaling()? },
+        v: Cache { data: v_array.elements()?, paged: paged(v.0 .2), scaling: v_scales.scaling()? },
+        tail: match &tail {
+            None => None,
+            Some((k, v, starts)) => {
+                Some(Tail { k: k.elements()?, v: v.elements()?, start_loc: starts.as_slice()? })
+            }
+        },
+    };
+    py.detach(|| kvblocks_cpu::attend(queries, storage, batch, options, output, how)).map_err(to_python)
 }
 
 /// Copy blocks of K or V of one layer, cache (array, dtype, geometry); copies: (src, dst) pairs, flat.
@@ -164,19 +285,20 @@ fn cpu_copy_blocks(
     py.detach(|| kvblocks_cpu::copy_blocks(cache, &paged, copies, how)).map_err(to_python)
 }
 
-/// The first seq_len tokens of a sequence, from K or V, cache (array, dtype, geometry), into out.
+/// The first seq_len tokens of a sequence, from K or V, into out.
 #[pyfunction]
 fn cpu_gather(
     py: Python<'_>,
-    cache: (Any<'_>, String, Geometry),
+    cache: Part<'_>,
     block_table: ReadI32<'_>,
     seq_len: usize,
     mut out: PyReadwriteArray1<'_, f32>,
     how: (String, usize),
 ) -> PyResult<()> {
-    let (paged, how) = (paged(cache.2), execution((&how.0, how.1))?);
-    let cache = Read::new(&cache.0, &cache.1)?;
-    let cache = Cache { data: cache.elements()?, paged };
+    let how = execution((&how.0, how.1))?;
+    let ((array, dtype, geometry), scales) = cache;
+    let (array, scales) = (Read::new(&array, &dtype)?, ReadScales::new(&scales)?);
+    let cache = Cache { data: array.elements()?, paged: paged(geometry), scaling: scales.scaling()? };
     let (table, out) = (block_table.as_slice()?, out.as_slice_mut()?);
     py.detach(|| kvblocks_cpu::gather(cache, table, seq_len, out, how)).map_err(to_python)
 }

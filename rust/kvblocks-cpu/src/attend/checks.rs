@@ -2,7 +2,7 @@
 //!
 //! Invariant: what passes can be computed without a further check; every table entry that a key needs names a block.
 
-use super::{Batch, Options};
+use super::{Batch, Options, TailCache};
 use crate::error::{check_len, product, Error, Result};
 use crate::paged::{Cache, Paged};
 
@@ -16,8 +16,8 @@ pub(super) fn check_shapes(
     out_len: usize,
     lse: Option<&[f32]>,
 ) -> Result<usize> {
-    k.paged.check("cache.k", k.data.len())?;
-    v.paged.check("cache.v", v.data.len())?;
+    k.check("cache.k", "cache.k_scale")?;
+    v.check("cache.v", "cache.v_scale")?;
     for (axis, of_k, of_v) in [
         ("num_blocks", k.paged.num_blocks, v.paged.num_blocks),
         ("block_size", k.paged.block_size, v.paged.block_size),
@@ -31,10 +31,10 @@ pub(super) fn check_shapes(
     if num_q_heads == 0 || !num_q_heads.is_multiple_of(num_kv_heads) {
         return Err(Error::Heads { num_q_heads, num_kv_heads });
     }
-    let token = product("q", &[num_q_heads, k.paged.head_dim])?;
+    let token = product("q", &[num_q_heads, k.dim()])?;
     let num_tokens = q_len / token;
     check_len("q", q_len, num_tokens * token)?;
-    check_len("out", out_len, product("out", &[num_tokens, num_q_heads, v.paged.head_dim])?)?;
+    check_len("out", out_len, product("out", &[num_tokens, num_q_heads, v.dim()])?)?;
     if let Some(lse) = lse {
         check_len("lse", lse.len(), product("lse", &[num_tokens, num_q_heads])?)?;
     }
@@ -55,6 +55,7 @@ pub(super) fn check_rows(
     num_tokens: usize,
     batch: Batch<'_>,
     window: Option<usize>,
+    tail: Option<&TailCache<'_>>,
 ) -> Result<()> {
     let num_seqs = batch.seq_lens.len();
     check_len("query_start_loc", batch.query_start_loc.len(), num_seqs + 1)?;
@@ -70,8 +71,16 @@ pub(super) fn check_rows(
         check_value("query_start_loc", row, i64::from(start), low, high)?;
         low = i64::from(start);
     }
+    let mut low = 0;
+    for (row, &start) in tail.map_or(&[][..], |tail| tail.start_loc).iter().enumerate() {
+        let high = if row == 0 { 0 } else { i64::from(i32::MAX) };
+        check_value("tail.start_loc", row, i64::from(start), low, high)?;
+        low = i64::from(start);
+    }
     for (row, &seq_len) in batch.seq_lens.iter().enumerate() {
-        check_value("seq_lens", row, i64::from(seq_len), 0, i64::try_from(capacity).unwrap_or(i64::MAX))?;
+        let num_tail = tail.map_or(0, |tail| tail.rows(row).len());
+        let high = i64::try_from(capacity.saturating_add(num_tail)).unwrap_or(i64::MAX);
+        check_value("seq_lens", row, i64::from(seq_len), 0, high)?;
         let num_queries = batch.queries(row).len();
         if seq_len == 0 || num_queries == 0 {
             continue;
@@ -79,7 +88,16 @@ pub(super) fn check_rows(
         check_value("seq_lens", row, i64::from(seq_len), num_queries as i64, i64::MAX)?;
         let seq_len = seq_len as usize;
         let first = window.map_or(0, |window| (seq_len - num_queries + 1).saturating_sub(window));
-        let columns = first / paged.block_size..seq_len.div_ceil(paged.block_size);
+        if num_tail > seq_len {
+            return Err(Error::Row {
+                argument: "tail.start_loc",
+                row,
+                got: num_tail as i64,
+                low: 0,
+                high: seq_len as i64,
+            });
+        }
+        let columns = first / paged.block_size..(seq_len - num_tail).div_ceil(paged.block_size);
         let table = &batch.block_tables[row * batch.max_blocks..][..batch.max_blocks];
         paged.check_table("block_tables", table, columns).map_err(|error| crate::copy::at_row(error, row))?;
     }

@@ -17,10 +17,11 @@ mod wide;
 use std::ops::Range;
 
 use self::plan::{Plan, Unit};
-use crate::code::{convert, with_elements, Code, Elements, ElementsMut};
-use crate::error::Result;
+use crate::code::{convert, with_floats, Code, Elements, ElementsMut};
+use crate::error::{check_len, product, Error, Result};
 use crate::math::tanh;
-use crate::paged::Cache;
+use crate::paged::{Cache, Paged};
+use crate::scaling::Scaling;
 use crate::simd::{Simd, Task};
 use crate::threads::{for_each, Parts};
 use crate::Execution;
@@ -80,6 +81,28 @@ impl Options<'_> {
     }
 }
 
+/// The newest keys and values of the rows, which stand here and not in the cache.
+#[derive(Debug, Clone, Copy)]
+pub struct Tail<'a> {
+    /// `[num_tail, num_heads, head_dim]`, contiguous, of any type without scales.
+    pub k: Elements<'a>,
+    /// `[num_tail, num_heads, head_dim_v]`.
+    pub v: Elements<'a>,
+    /// Row i has the last keys of its sequence at `start_loc[i]..start_loc[i + 1]`; `[n + 1]`.
+    pub start_loc: &'a [i32],
+}
+
+/// K and V of a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct Storage<'a> {
+    /// Of the same blocks and heads as `v`.
+    pub k: Cache<'a>,
+    /// Of the same blocks and heads as `k`.
+    pub v: Cache<'a>,
+    /// What is not in the blocks yet.
+    pub tail: Option<Tail<'a>>,
+}
+
 /// The queries of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Queries<'a> {
@@ -104,8 +127,7 @@ pub struct Output<'a> {
 /// written, or nothing.
 pub fn attend(
     queries: Queries<'_>,
-    k: Cache<'_>,
-    v: Cache<'_>,
+    storage: Storage<'_>,
     batch: Batch<'_>,
     options: Options<'_>,
     output: Output<'_>,
@@ -113,14 +135,18 @@ pub fn attend(
 ) -> Result<()> {
     let Queries { data: q, num_heads: num_q_heads } = queries;
     let Output { out, lse } = output;
+    let Storage { k, v, tail } = storage;
+    q.check_floats("q")?;
+    out.check_floats("out")?;
     let num_tokens = checks::check_shapes(q.len(), num_q_heads, &k, &v, options, out.len(), lse.as_deref())?;
-    checks::check_rows(&k.paged, num_tokens, batch, options.window)?;
+    let tail = tail.map(|tail| TailCache::new(tail, &k, &v, batch)).transpose()?;
+    checks::check_rows(&k.paged, num_tokens, batch, options.window, tail.as_ref())?;
     if num_tokens == 0 {
         return Ok(()); // before any scratch is sized by num_q_heads, which nothing bounds here
     }
-    let call = Call { q, num_q_heads, k, v, batch, options };
+    let call = Call { q, num_q_heads, k, v, tail, batch, options };
     let plan = Plan::new(&call, execution);
-    let head_dim_v = v.paged.head_dim;
+    let head_dim_v = call.head_dim_v();
     let mut states = vec![State::NOTHING; plan.num_partials * num_q_heads];
     let mut sums = vec![0.0; plan.num_partials * num_q_heads * head_dim_v];
     {
@@ -130,7 +156,7 @@ pub fn attend(
             execution.isa.run(RunUnit { call: &call, unit, partials: &partials, scratch });
         });
     }
-    with_elements!(ElementsMut, out, out => {
+    with_floats!(ElementsMut, out, out => {
         let out = Parts::new(out);
         let lse = lse.map(Parts::new);
         let merged = |_: &mut (), chunk: usize| {
@@ -138,7 +164,7 @@ pub fn attend(
             execution.isa.run(Merge { call: &call, plan: &plan, states: &states, sums: &sums, tokens, out: &out, lse: lse.as_ref() });
         };
         for_each(num_tokens.div_ceil(MERGE_TOKENS), execution.num_threads, || (), merged);
-    });
+    }, else {});
     Ok(())
 }
 
@@ -148,13 +174,85 @@ struct Call<'a> {
     num_q_heads: usize,
     k: Cache<'a>,
     v: Cache<'a>,
+    tail: Option<TailCache<'a>>,
     batch: Batch<'a>,
     options: Options<'a>,
 }
 
+/// A tail as a cache of blocks of one token.
+struct TailCache<'a> {
+    k: Cache<'a>,
+    v: Cache<'a>,
+    start_loc: &'a [i32],
+    /// The blocks in order: every row's table is a part of it.
+    table: Vec<i32>,
+}
+
+impl<'a> TailCache<'a> {
+    fn new(tail: Tail<'a>, k: &Cache<'_>, v: &Cache<'_>, batch: Batch<'_>) -> Result<Self> {
+        let num_heads = k.paged.num_heads;
+        check_len("tail.start_loc", tail.start_loc.len(), batch.seq_lens.len() + 1)?;
+        let num_tail = tail.start_loc.last().map_or(0, |&last| last.max(0));
+        let cache = |argument, data: Elements<'a>, dim| -> Result<Cache<'a>> {
+            let paged = Paged::nhd(num_tail.max(1) as usize, 1, num_heads, dim)?;
+            let needed = product(argument, &[num_tail as usize, num_heads, dim])?;
+            if data.len() < needed {
+                return Err(Error::Length { argument, got: data.len(), expected: needed });
+            }
+            Ok(Cache { data, paged, scaling: Scaling::None })
+        };
+        Ok(Self {
+            k: cache("tail.k", tail.k, k.dim())?,
+            v: cache("tail.v", tail.v, v.dim())?,
+            start_loc: tail.start_loc,
+            table: (0..num_tail).collect(),
+        })
+    }
+
+    /// The keys of a row.
+    fn rows(&self, row: usize) -> Range<usize> {
+        let bound = |at: usize| usize::try_from(self.start_loc[at]).unwrap_or(0);
+        bound(row)..bound(row + 1)
+    }
+}
+
+/// Where the keys of a unit are.
+struct Source<'a> {
+    k: &'a Cache<'a>,
+    v: &'a Cache<'a>,
+    /// Of the tokens from position `first` on.
+    table: &'a [i32],
+    first: usize,
+}
+
 impl Call<'_> {
     fn num_tokens(&self) -> usize {
-        self.q.len() / (self.num_q_heads * self.k.paged.head_dim)
+        self.q.len() / (self.num_q_heads * self.head_dim())
+    }
+
+    fn head_dim(&self) -> usize {
+        self.k.dim()
+    }
+
+    fn head_dim_v(&self) -> usize {
+        self.v.dim()
+    }
+
+    /// Keys of a row that are in the cache; the others are in the tail.
+    fn num_stored(&self, row: usize) -> usize {
+        let num_tail = self.tail.as_ref().map_or(0, |tail| tail.rows(row).len());
+        (self.batch.seq_lens[row].max(0) as usize).saturating_sub(num_tail)
+    }
+
+    /// Where the keys of a unit are.
+    fn source(&self, unit: &Unit) -> Source<'_> {
+        match &self.tail {
+            Some(tail) if unit.in_tail => {
+                let table = &tail.table[tail.rows(unit.row)];
+                Source { k: &tail.k, v: &tail.v, table, first: self.num_stored(unit.row) }
+            }
+            _ => Source { k: &self.k, v: &self.v, table: self.batch.table(unit.row), first: 0 },
+        }
     }
 
     /// Query heads that share a head of K and V.
@@ -165,12 +263,12 @@ impl Call<'_> {
     /// A head of a query.
     #[inline(always)]
     fn load_query<S: Simd>(&self, simd: S, token: usize, head: usize, row: &mut [f32]) {
-        let start = (token * self.num_q_heads + head) * self.k.paged.head_dim;
-        with_elements!(Elements, self.q, q => {
+        let start = (token * self.num_q_heads + head) * self.head_dim();
+        with_floats!(Elements, self.q, q => {
             let q = &q[start..][..row.len()];
             // SAFETY: both are slices of that length.
             unsafe { convert(simd, q.as_ptr(), row.as_mut_ptr(), row.len()) };
-        });
+        }, else {});
     }
 }
 
@@ -220,7 +318,7 @@ impl Partials<'_> {
         q_heads: Range<usize>,
     ) -> (&mut [State], &mut [f32]) {
         let first = partial * call.num_q_heads + q_heads.start;
-        let (states, dim) = (first..first + q_heads.len(), call.v.paged.head_dim);
+        let (states, dim) = (first..first + q_heads.len(), call.head_dim_v());
         // SAFETY: the caller's.
         unsafe { (self.states.part(states.clone()), self.sums.part(states.start * dim..states.end * dim)) }
     }
@@ -272,7 +370,7 @@ impl<T: Code> Task for Merge<'_, '_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let (num_q_heads, dim) = (self.call.num_q_heads, self.call.v.paged.head_dim);
+        let (num_q_heads, dim) = (self.call.num_q_heads, self.call.head_dim_v());
         let mut row = vec![0.0f32; dim];
         for token in self.tokens {
             let partials = self.plan.partials[token].clone();

@@ -4,11 +4,14 @@
 //! computed, the next one is asked for.
 //! Invariant: only visible keys are read.
 
-use super::products::{num_steps, Logits, Order, Rows, Sums};
+use super::products::{are_bf16, num_steps, Logits, Order, Rows, Sums};
 use super::tile::{Ahead, Tile, TILE};
+use super::wide::Widen;
 use super::{soft_cap, Call, Partials, State, Unit};
 use crate::code::with_elements;
 use crate::math::exp;
+use crate::paged::Cache;
+use crate::scaling::Scaling;
 use crate::simd::{Simd, Task};
 
 /// What a thread keeps between units.
@@ -17,8 +20,12 @@ pub(super) struct Scratch {
     row: Vec<f32>,
     /// `[num_q_heads, head_dim padded to lanes]`, as `Order` has them.
     q: Vec<f32>,
+    /// `[TILE, head_dim or head_dim_v]`: K or V of a head, where they have groups.
+    rows: Vec<f32>,
     /// `[num_q_heads, TILE]`: logits, then weights.
     weights: Vec<f32>,
+    /// `[2, num_heads, TILE]`: what K and V of a token are multiplied with.
+    factors: Vec<f32>,
     tiles: [Tile; 2],
     ahead: Ahead,
 }
@@ -26,7 +33,8 @@ pub(super) struct Scratch {
 impl Default for Scratch {
     fn default() -> Self {
         let tiles = [Tile::EMPTY, Tile::EMPTY];
-        Self { row: Vec::new(), q: Vec::new(), weights: Vec::new(), tiles, ahead: Ahead::default() }
+        let [row, rows, q, weights, factors] = [const { Vec::new() }; 5];
+        Self { row, rows, q, weights, factors, tiles, ahead: Ahead::default() }
     }
 }
 
@@ -39,73 +47,172 @@ pub(super) fn run<S: Simd>(
     partials: &Partials<'_>,
     scratch: &mut Scratch,
 ) {
-    let (group, head_dim, head_dim_v) = (call.group(), call.k.paged.head_dim, call.v.paged.head_dim);
+    let (group, head_dim, head_dim_v) = (call.group(), call.head_dim(), call.head_dim_v());
     let q_heads = unit.heads.start * group..unit.heads.end * group;
-    let q_stride = head_dim.next_multiple_of(S::LANES);
-    let Scratch { row, q, weights, tiles: [now, next], ahead } = scratch;
-    let k_order = with_elements!(Elements, call.k.data, data => Order::of::<S, _>(data, head_dim));
-    let v_order = with_elements!(Elements, call.v.data, data => Order::of::<S, _>(data, head_dim_v));
+    let source = call.source(unit);
+    let (k_order, v_order) = (order::<S>(source.k), order::<S>(source.v));
+    let Scratch { row, rows, q, weights, factors, tiles: [now, next], ahead } = scratch;
     row.resize(head_dim.max(head_dim_v), 0.0);
+    rows.resize(
+        if source.k.scaling.is_factor() && source.v.scaling.is_factor() { 0 } else { TILE * row.len() },
+        0.0,
+    );
+    let q_stride = head_dim.next_multiple_of(S::LANES);
     q.clear();
     q.resize(q_heads.len() * q_stride, 0.0);
-    let mut in_halves = false;
-    for (to, head) in q.chunks_exact_mut(q_stride).zip(q_heads.clone()) {
-        call.load_query(simd, unit.queries.start, head, &mut row[..head_dim]);
-        in_halves |= k_order.arrange::<S>(&row[..head_dim], to);
+    // The queries, then, if they are bf16 numbers all of them, once more in pairs.
+    let mut exact = S::BF16 && k_order.in_pairs();
+    for pass in 0..2 {
+        if pass == 1 && !exact {
+            break;
+        }
+        let mut all = exact;
+        for (to, head) in q.chunks_exact_mut(q_stride).zip(q_heads.clone()) {
+            let row = &mut row[..head_dim];
+            call.load_query(simd, unit.queries.start, head, row);
+            if let Scaling::Channel(scale) = source.k.scaling {
+                let scale = &scale[head / group * head_dim..][..head_dim];
+                row.iter_mut().zip(scale).for_each(|(value, scale)| *value *= scale);
+            }
+            all &= are_bf16(row);
+            k_order.arrange::<S>(row, pass == 1, to);
+        }
+        exact = all;
     }
     weights.resize(q_heads.len() * TILE, 0.0);
+    factors.clear();
+    factors.resize(2 * unit.heads.len() * TILE, 1.0);
     // SAFETY: no other unit has these heads of this partial result.
     let (states, sums) = unsafe { partials.of(call, unit.partial, q_heads.clone()) };
 
-    let table = call.batch.table(unit.row);
     let mut first = unit.keys.start;
-    now.locate(&call.k.paged, &call.v.paged, table, first, &unit.keys);
+    now.locate(&source, first, &unit.keys);
     while now.len > 0 {
-        next.locate(&call.k.paged, &call.v.paged, table, first + now.len, &unit.keys);
+        next.locate(&source, first + now.len, &unit.keys);
         ahead.clear();
-        ahead.add(&call.k, &next.k[..next.len], unit.heads.clone());
-        ahead.add(&call.v, &next.v[..next.len], unit.heads.clone());
+        ahead.add(source.k, &next.k[..next.len], unit.heads.clone());
+        ahead.add(source.v, &next.v[..next.len], unit.heads.clone());
         let (orders, dims) = ([&k_order, &v_order], [head_dim, head_dim_v]);
         ahead.spread(num_steps::<S>(orders, dims, now.len, unit.heads.len(), group));
-        with_elements!(Elements, call.k.data, data => simd.vectorize(Logits {
-            q,
-            q_stride,
-            in_pairs: k_order.in_pairs(),
-            in_halves,
-            rows: Rows::new(data, &call.k.paged, unit.heads.clone(), group),
-            tokens: &now.k,
-            len: now.len,
-            logits: weights,
-            ahead,
-        }));
+        for (part, cache) in [source.k, source.v].into_iter().enumerate() {
+            if matches!(cache.scaling, Scaling::Head(_) | Scaling::TokenHead(_)) {
+                let factors = &mut factors[part * unit.heads.len() * TILE..][..unit.heads.len() * TILE];
+                for (factors, head) in factors.chunks_exact_mut(TILE).zip(unit.heads.clone()) {
+                    factors
+                        .iter_mut()
+                        .zip(&now.slots)
+                        .for_each(|(factor, &slot)| *factor = cache.factor(slot, head));
+                }
+            }
+        }
+
+        let by_head = |heads: usize| heads * group * TILE;
+        if source.k.scaling.is_factor() {
+            with_elements!(Elements, source.k.data, data => simd.vectorize(Logits {
+                q,
+                q_stride,
+                in_pairs: k_order.in_pairs(),
+                exact,
+                rows: Rows::new(data, &source.k.paged, unit.heads.clone(), group),
+                tokens: &now.k,
+                len: now.len,
+                logits: weights,
+                ahead,
+            }));
+        } else {
+            for (index, head) in unit.heads.clone().enumerate() {
+                simd.vectorize(Widen {
+                    cache: source.k,
+                    tokens: &now.k[..now.len],
+                    slots: &now.slots,
+                    head,
+                    rows,
+                });
+                simd.vectorize(Logits {
+                    q: &q[index * group * q_stride..][..group * q_stride],
+                    q_stride,
+                    in_pairs: false,
+                    exact: false,
+                    rows: Rows::dense(rows, head_dim, group),
+                    tokens: &dense_tokens(head_dim),
+                    len: now.len,
+                    logits: &mut weights[by_head(index)..by_head(index + 1)],
+                    ahead,
+                });
+            }
+        }
         let distance = unit.position - first;
+        let (k_factors, v_factors) = factors.split_at(unit.heads.len() * TILE);
         simd.vectorize(Weights {
             call,
             head: q_heads.start,
             len: now.len,
             distance,
+            k_factors,
+            v_factors,
             weights,
             states,
             sums,
             ahead,
         });
-        with_elements!(Elements, call.v.data, data => simd.vectorize(Sums {
-            weights,
-            in_pairs: v_order.in_pairs(),
-            rows: Rows::new(data, &call.v.paged, unit.heads.clone(), group),
-            tokens: &now.v,
-            len: now.len,
-            sums,
-            ahead,
-        }));
+        if source.v.scaling.is_factor() {
+            with_elements!(Elements, source.v.data, data => simd.vectorize(Sums {
+                weights,
+                in_pairs: v_order.in_pairs(),
+                rows: Rows::new(data, &source.v.paged, unit.heads.clone(), group),
+                tokens: &now.v,
+                len: now.len,
+                sums,
+                ahead,
+            }));
+        } else {
+            for (index, head) in unit.heads.clone().enumerate() {
+                simd.vectorize(Widen {
+                    cache: source.v,
+                    tokens: &now.v[..now.len],
+                    slots: &now.slots,
+                    head,
+                    rows,
+                });
+                simd.vectorize(Sums {
+                    weights: &weights[by_head(index)..by_head(index + 1)],
+                    in_pairs: false,
+                    rows: Rows::dense(rows, head_dim_v, group),
+                    tokens: &dense_tokens(head_dim_v),
+                    len: now.len,
+                    sums: &mut sums[index * group * head_dim_v..][..group * head_dim_v],
+                    ahead,
+                });
+            }
+        }
         first += now.len;
         std::mem::swap(now, next);
     }
-    if v_order.in_pairs() {
-        for sums in sums.chunks_exact_mut(head_dim_v) {
+    for sums in sums.chunks_exact_mut(head_dim_v) {
+        if v_order.in_pairs() {
             v_order.restore::<S>(sums, &mut row[..head_dim_v]);
         }
     }
+    if let Scaling::Channel(scale) = source.v.scaling {
+        for (sums, head) in sums.chunks_exact_mut(head_dim_v).zip(q_heads) {
+            let scale = &scale[head / group * head_dim_v..][..head_dim_v];
+            sums.iter_mut().zip(scale).for_each(|(value, scale)| *value *= scale);
+        }
+    }
+}
+
+/// The order that the rows of a cache are taken in; those with groups become f32 first.
+#[inline(always)]
+fn order<S: Simd>(cache: &Cache<'_>) -> Order {
+    if !cache.scaling.is_factor() {
+        return Order::of::<S, f32>(&[], cache.dim());
+    }
+    with_elements!(Elements, cache.data, data => Order::of::<S, _>(data, cache.dim()))
+}
+
+/// Where the rows of `Widen` start.
+fn dense_tokens(dim: usize) -> [usize; TILE] {
+    std::array::from_fn(|token| token * dim)
 }
 
 /// Turn the q.k of a tile into weights against the new maximum, and rescale what was summed before.
@@ -116,7 +223,10 @@ struct Weights<'a, 'b> {
     len: usize,
     /// From the first key of the tile to the query, in tokens.
     distance: usize,
-    /// `[heads, TILE]`.
+    /// `[num_heads, TILE]`: what K and V of a token are multiplied with.
+    k_factors: &'a [f32],
+    v_factors: &'a [f32],
+    /// `[num_q_heads, TILE]`.
     weights: &'a mut [f32],
     states: &'a mut [State],
     sums: &'a mut [f32],
@@ -129,19 +239,22 @@ impl Task for Weights<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let options = &self.call.options;
-        let head_dim_v = self.call.v.paged.head_dim;
+        let (head_dim_v, group) = (self.call.head_dim_v(), self.call.group());
         let scale = simd.splat(options.scale);
         let rows =
             self.weights.chunks_exact_mut(TILE).zip(self.states).zip(self.sums.chunks_exact_mut(head_dim_v));
         let padded = self.len.next_multiple_of(S::LANES);
         for (index, ((weights, state), sums)) in rows.enumerate() {
             let slope = options.alibi_slopes.map(|slopes| slopes[self.head + index]);
+            let k_factors = self.k_factors[index / group * TILE..][..TILE].as_ptr();
+            let v_factors = self.v_factors[index / group * TILE..][..TILE].as_ptr();
             // SAFETY: padded is at most TILE, and a multiple of the lanes.
             unsafe {
                 let weights_at = weights.as_mut_ptr();
                 let mut highest = simd.splat(f32::NEG_INFINITY);
                 for at in (0..padded).step_by(S::LANES) {
-                    let mut logit = simd.mul(scale, simd.load(weights_at.add(at)));
+                    let factor = simd.mul(scale, simd.load(k_factors.add(at)));
+                    let mut logit = simd.mul(factor, simd.load(weights_at.add(at)));
                     if let Some(cap) = options.soft_cap {
                         logit = soft_cap(simd, logit, cap);
                     }
@@ -168,7 +281,7 @@ impl Task for Weights<'_, '_> {
                     self.ahead.step(simd);
                     let weight = exp(simd, simd.sub(simd.load(weights_at.add(at)), base));
                     sum = simd.add(sum, weight);
-                    simd.store(weights_at.add(at), weight);
+                    simd.store(weights_at.add(at), simd.mul(weight, simd.load(v_factors.add(at))));
                 }
                 state.sum = state.sum * rescale + simd.sum(sum);
             }

@@ -35,6 +35,8 @@ pub(super) struct Unit {
     pub partial_step: usize,
     /// Whether lanes are queries.
     pub wide: bool,
+    /// Whether the keys are in the tail.
+    pub in_tail: bool,
 }
 
 /// The units of a call.
@@ -73,9 +75,12 @@ impl Plan {
         let keys = call.options.keys(position);
         let num_heads = call.k.paged.num_heads;
         let first = self.num_partials;
+        let num_stored = call.num_stored(row);
         let mut start = keys.start;
         while start < keys.end {
-            let end = keys.end.min((start / SPLIT + 1) * SPLIT);
+            let in_tail = start >= num_stored;
+            let end = if in_tail { keys.end } else { keys.end.min(num_stored) };
+            let end = end.min((start / SPLIT + 1) * SPLIT);
             for head in (0..num_heads).step_by(together) {
                 self.units.push(Unit {
                     row,
@@ -86,6 +91,7 @@ impl Plan {
                     partial: self.num_partials,
                     partial_step: 1,
                     wide: false,
+                    in_tail,
                 });
             }
             self.num_partials += 1;
@@ -109,16 +115,25 @@ impl Plan {
         let num_units = queries.len().div_ceil(together) * num_heads;
         let num_splits = (WIDE_UNITS / num_units).clamp(1, num_keys.div_ceil(SPLIT));
         let split = num_keys.div_ceil(num_splits).next_multiple_of(TILE);
-        let num_splits = num_keys.div_ceil(split);
+        // Runs of keys: some of the cache, then what is in the tail.
+        let num_stored = call.num_stored(row).max(first_key);
+        let last_key = first_key + num_keys;
+        let mut splits: Vec<(Range<usize>, bool)> = (first_key..num_stored.min(last_key))
+            .step_by(split)
+            .map(|start| (start..num_stored.min(last_key).min(start + split), false))
+            .collect();
+        if num_stored < last_key {
+            splits.push((num_stored..last_key, true));
+        }
+        let num_splits = splits.len();
         for index in (0..queries.len()).step_by(together) {
             let some = index..queries.len().min(index + together);
             let position = first_position + index;
             let visible = call.options.keys(position).start..first_position + some.end;
             let partial = self.num_partials + index * num_splits;
             for head in 0..num_heads {
-                for number in 0..num_splits {
-                    let start = first_key + number * split;
-                    let keys = start.max(visible.start)..(start + split).min(visible.end);
+                for (number, (run, in_tail)) in splits.iter().enumerate() {
+                    let keys = run.start.max(visible.start)..run.end.min(visible.end);
                     if keys.is_empty() {
                         continue;
                     }
@@ -131,6 +146,7 @@ impl Plan {
                         partial: partial + number,
                         partial_step: num_splits,
                         wide: true,
+                        in_tail: *in_tail,
                     });
                 }
             }

@@ -1,8 +1,8 @@
 //! The two products of one query with the rows of a tile: q.k, and weights times values. Imports `tile`, `code`, `simd`.
 //!
 //! Rows go through f32 (lanes are elements), or, where whole blocks of a row have a quick way to pairs of bf16, in pairs.
-//! Invariant: in pairs no value of K or V is rounded; a query is, to 16 bits of mantissa, where the processor
-//! multiplies pairs.
+//! Invariant: no value of K, V or a query is rounded; where the processor multiplies pairs, queries go in pairs too if
+//! they are bf16 numbers.
 
 use std::ops::Range;
 
@@ -40,29 +40,21 @@ impl Order {
         })
     }
 
-    /// Put a query where `Logits` wants it; says whether it has low halves that are not 0.
-    ///
-    /// With `S::BF16`, pairs of high halves come first, then those of what these left out.
-    pub(super) fn arrange<S: Simd>(&self, row: &[f32], to: &mut [f32]) -> bool {
+    /// Put a query where `Logits` wants it: in pairs of bf16 if that is exact, and in f32 otherwise.
+    pub(super) fn arrange<S: Simd>(&self, row: &[f32], exact: bool, to: &mut [f32]) {
         if !self.in_pairs() {
             to[..row.len()].copy_from_slice(row);
-            return false;
+            return;
         }
-        let mut in_halves = false;
         for (vector, lane, element) in self.pairs::<S>(row.len()) {
             let pair = [row[element], row[element + 1]];
-            if S::BF16 {
-                let (high, low) = (pair.map(|value| halves(value).0), pair.map(|value| halves(value).1));
-                let at = vector * S::LANES + lane;
-                to[at] = f32::from_bits(u32::from(high[0]) | u32::from(high[1]) << 16);
-                to[row.len() / 2 + at] = f32::from_bits(u32::from(low[0]) | u32::from(low[1]) << 16);
-                in_halves |= low != [0, 0];
+            if exact {
+                to[vector * S::LANES + lane] = f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits());
             } else {
                 to[2 * vector * S::LANES + lane] = pair[0];
                 to[(2 * vector + 1) * S::LANES + lane] = pair[1];
             }
         }
-        in_halves
     }
 
     /// Put sums in pairs back into the order of the elements; `row` is scratch of the same length.
@@ -75,15 +67,9 @@ impl Order {
     }
 }
 
-/// A value as the sum of two bf16, to 16 bits of mantissa.
-fn halves(value: f32) -> (u16, u16) {
-    if !value.is_finite() {
-        return (half::bf16::from_f32_const(value).to_bits(), 0);
-    }
-    // Cut, not rounded: the largest values must not become infinite.
-    let high = value.to_bits() >> 16;
-    let low = value - f32::from_bits(high << 16);
-    (high as u16, half::bf16::from_f32_const(low).to_bits())
+/// Whether values are bf16 numbers.
+pub(super) fn are_bf16(values: &[f32]) -> bool {
+    values.iter().fold(0, |bits, value| bits | value.to_bits()) & 0xFFFF == 0
 }
 
 /// Call `$self.$method::<S, HEADS, ..>(simd, head, tokens)` for some tokens and all query heads, four, two or one of them
@@ -153,7 +139,7 @@ pub(super) struct Rows<T> {
 }
 
 impl<T: Code> Rows<T> {
-    /// The rows of heads from `head` on.
+    /// The rows of some heads.
     pub(super) fn new(data: &[T], paged: &Paged, heads: Range<usize>, group: usize) -> Self {
         Self {
             // Within the storage, as the head has rows.
@@ -164,6 +150,11 @@ impl<T: Code> Rows<T> {
             group,
             heads_together: paged.head_stride <= paged.token_stride,
         }
+    }
+
+    /// The rows of one head that were put one after the other.
+    pub(super) fn dense(data: &[T], dim: usize, group: usize) -> Self {
+        Self { data: data.as_ptr(), dim, head_stride: 0, num_heads: 1, group, heads_together: false }
     }
 
     /// # Safety
@@ -185,7 +176,8 @@ pub(super) struct Logits<'a, T> {
     pub q: &'a [f32],
     pub q_stride: usize,
     pub in_pairs: bool,
-    pub in_halves: bool,
+    /// Whether the queries are in pairs as well.
+    pub exact: bool,
     pub rows: Rows<T>,
     /// As in `Tile`; `len` of them count.
     pub tokens: &'a [usize; TILE],
@@ -200,7 +192,7 @@ impl<T: Code> Task for Logits<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, simd: S) {
-        match (self.in_pairs, self.in_halves) {
+        match (self.in_pairs, self.exact) {
             (false, _) => for_heads!(self, simd, K_TOKENS, by_element),
             (true, false) => for_heads!(self, simd, K_TOKENS, by_pair, false),
             (true, true) => for_heads!(self, simd, K_TOKENS, by_pair, true),
@@ -262,7 +254,7 @@ impl<T: Code> Logits<'_, T> {
     }
 
     #[inline(always)]
-    fn by_pair<S: Simd, const HEADS: usize, const HALVES: bool>(
+    fn by_pair<S: Simd, const HEADS: usize, const EXACT: bool>(
         &mut self,
         simd: S,
         kv_head: usize,
@@ -290,19 +282,11 @@ impl<T: Code> Logits<'_, T> {
                     for vector in 0..vectors {
                         let pairs = at / 2 + vector * S::LANES;
                         let k = [k[0][vector], k[1][vector], k[2][vector], k[3][vector]];
-                        if S::BF16 {
+                        if EXACT {
                             for (head, products) in products.iter_mut().enumerate() {
-                                let high = q.as_ptr().add(head * self.q_stride + pairs);
-                                let low = high.add(dim / 2);
+                                let q = simd.load_bits(q.as_ptr().add(head * self.q_stride + pairs).cast());
                                 for key in 0..4 {
-                                    products[key] =
-                                        simd.dot_pairs(simd.load_bits(high.cast()), k[key], products[key]);
-                                }
-                                if HALVES {
-                                    for key in 0..4 {
-                                        products[key] =
-                                            simd.dot_pairs(simd.load_bits(low.cast()), k[key], products[key]);
-                                    }
+                                    products[key] = simd.dot_pairs(q, k[key], products[key]);
                                 }
                             }
                         } else {

@@ -1,4 +1,4 @@
-//! Attention of many queries: lanes are queries, so a softmax needs no sums across lanes. Imports `tile`, `code`, `simd`
+//! Attention of many queries: lanes are queries, so a softmax needs no sums across lanes. Imports `tile`, `paged`, `simd`
 //! and `math`.
 //!
 //! A tile of K or V is converted to f32 once; then both products are small matrix products of the same form, [j, k] *
@@ -9,8 +9,8 @@ use std::ops::Range;
 
 use super::tile::{Tile, TILE};
 use super::{soft_cap, Call, Partials, Unit};
-use crate::code::{convert, with_elements, Code};
 use crate::math::exp;
+use crate::paged::Cache;
 use crate::simd::{Simd, Task};
 
 /// What a thread keeps between units; R are the lanes of the queries, padded to whole vectors.
@@ -80,7 +80,7 @@ impl Rows<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S, partials: &Partials<'_>) {
         let Self { call, unit, rows, scratch } = self;
-        let (head_dim, head_dim_v) = (call.k.paged.head_dim, call.v.paged.head_dim);
+        let (head_dim, head_dim_v) = (call.head_dim(), call.head_dim_v());
         let width = rows.len().next_multiple_of(S::LANES);
         let Scratch { row, q, rows: tile_rows, weights, sums, lanes, tile } = scratch;
         let head = unit.heads.start;
@@ -106,16 +106,20 @@ impl Rows<'_, '_> {
         let [low, high] = [rows.start, rows.end - 1].map(|r| unit.position + query_of(r).0);
         let keys = unit.keys.start.max(call.options.keys(low).start)..unit.keys.end.min(high + 1);
         let seen_by_all = call.options.keys(high).start..low + 1;
-        let table = call.batch.table(unit.row);
+        let source = call.source(unit);
         let mut start = keys.start;
         while start < keys.end {
-            tile.locate(&call.k.paged, &call.v.paged, table, start, &keys);
+            tile.locate(&source, start, &keys);
             let len = tile.len;
             let masked = start < seen_by_all.start || start + len > seen_by_all.end;
             lanes.move_to(call, start, rows.clone().map(|r| unit.position + query_of(r).0));
 
-            with_elements!(Elements, call.k.data, data => {
-                simd.vectorize(Widen { data, tokens: &tile.k[..len], offset: head * call.k.paged.head_stride, dim: head_dim, rows: tile_rows })
+            simd.vectorize(Widen {
+                cache: source.k,
+                tokens: &tile.k[..len],
+                slots: &tile.slots,
+                head,
+                rows: tile_rows,
             });
             simd.vectorize(Product {
                 a: tile_rows,
@@ -128,8 +132,12 @@ impl Rows<'_, '_> {
                 rescale: None,
             });
             simd.vectorize(Softmax { call, len, width, masked, weights, lanes });
-            with_elements!(Elements, call.v.data, data => {
-                simd.vectorize(Widen { data, tokens: &tile.v[..len], offset: head * call.v.paged.head_stride, dim: head_dim_v, rows: tile_rows })
+            simd.vectorize(Widen {
+                cache: source.v,
+                tokens: &tile.v[..len],
+                slots: &tile.slots,
+                head,
+                rows: tile_rows,
             });
             if !masked || are_finite(&tile_rows[..len * head_dim_v]) {
                 simd.vectorize(Product {
@@ -201,26 +209,26 @@ fn are_finite(values: &[f32]) -> bool {
     values.iter().fold(0, |bad, value| bad | u32::from(value.to_bits() & EXPONENT == EXPONENT)) == 0
 }
 
-/// Rows of one head as f32.
-struct Widen<'a, T> {
-    data: &'a [T],
-    /// Where the rows of head 0 start.
-    tokens: &'a [usize],
-    /// From there to the row of the head.
-    offset: usize,
-    dim: usize,
-    rows: &'a mut [f32],
+/// The values of the rows of one head.
+pub(super) struct Widen<'a> {
+    pub cache: &'a Cache<'a>,
+    /// Where the rows of head 0 start, and where their scales are; as in `Tile`.
+    pub tokens: &'a [usize],
+    pub slots: &'a [usize],
+    pub head: usize,
+    /// `[tokens, dim]` or more.
+    pub rows: &'a mut [f32],
 }
 
-impl<T: Code> Task for Widen<'_, T> {
+impl Task for Widen<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        for (row, &token) in self.rows.chunks_exact_mut(self.dim).zip(self.tokens) {
-            let from = &self.data[token + self.offset..][..self.dim];
-            // SAFETY: both are slices of that length.
-            unsafe { convert(simd, from.as_ptr(), row.as_mut_ptr(), self.dim) };
+        let offset = self.head * self.cache.paged.head_stride;
+        let rows = self.rows.chunks_exact_mut(self.cache.dim());
+        for ((row, &token), &slot) in rows.zip(self.tokens).zip(self.slots) {
+            self.cache.decode(simd, token + offset, slot, self.head, row);
         }
     }
 }

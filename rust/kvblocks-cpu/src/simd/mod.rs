@@ -22,7 +22,6 @@ pub(crate) trait Task {
 }
 
 /// Operations on `LANES` f32 at once; `I` are the same lanes as u32, `M` one truth value a lane.
-#[allow(dead_code)] // until the 8-bit formats use them all
 pub(crate) trait Simd: Copy + Send + Sync {
     type F: Copy;
     type I: Copy;
