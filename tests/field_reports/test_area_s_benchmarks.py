@@ -21,10 +21,15 @@ NOISE = ("noise", "benchmarks.rows", "benchmarks.row")
 # Parameters of which the smaller ones say the same: a whole trace, a large batch.
 SLOW = ("W6", "1024")
 
+# Each sample makes its manager anew: there is no state to leave.
+STATELESS = ("benchmarks.replay",)
+
 
 def timed() -> Iterator[tuple[str, type, str, tuple[Any, ...]]]:
     """Name, class, method and parameters of each benchmark that asv times."""
     for module in pkgutil.iter_modules([str(BENCHES / "benchmarks")], "benchmarks."):
+        if module.name in STATELESS:
+            continue
         for name, suite in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
             methods = [method for method in dir(suite) if method.startswith("time_")]
             if suite.__module__ == module.name and not name.startswith("_"):

@@ -5,13 +5,14 @@ from fractions import Fraction
 from statistics import NormalDist, fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvblocks.planner.lengths import fixed, log_normal, observed
 
 
 @given(p50=st.integers(1, 5000), ratio=st.floats(1, 20), longest=st.integers(1, 50_000))
+@example(p50=1204, ratio=1.9375, longest=53)
 def test_the_mean_of_a_cut_log_normal_is_that_of_its_quantiles(p50: int, ratio: float, longest: int) -> None:
     p95 = math.ceil(p50 * ratio)
     sigma = math.log(p95 / p50) / NormalDist().inv_cdf(0.95)

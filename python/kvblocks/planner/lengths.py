@@ -73,7 +73,8 @@ def log_normal(p50_tokens: int, p95_tokens: int, max_tokens: int) -> Lengths:
     return Lengths(
         max_tokens,
         min(p95_tokens, max_tokens),
-        max(1, math.ceil(mean)),
+        # Where all lengths are cut, the sum of the two parts may round to above the cut.
+        min(max(1, math.ceil(mean)), max_tokens),
         source,
         tuple(min(max(1, math.ceil(length)), max_tokens) for length in sample),
     )
