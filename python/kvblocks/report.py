@@ -41,11 +41,11 @@ class UserError(Exception):
 
 
 def require(module: str) -> ModuleType:
-    """Import a module of the extra `tools`; a UserError that names the pip command where it is missing."""
+    """Import a module of the extra `tools`; a UserError with its package and the pip command where it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UserError(f"{module} is not installed: pip install 'kvblocks[tools]'") from error
+        raise UserError(f"{module.split('.')[0]} is not installed: pip install 'kvblocks[tools]'") from error
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -83,11 +83,14 @@ def print_table(
         table.add_row(*map(text, row))
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
     console = require("rich.console").Console(file=sys.stdout, width=width)
-    console.print(text(title, style="bold"))
-    console.print(table)
-    if note:
-        console.print(text(note, style="italic"))
-    console.print()
+    # Captured, as a console that writes by itself ends the process with status 1 where the reader has gone.
+    with console.capture() as captured:
+        console.print(text(title, style="bold"))
+        console.print(table)
+        if note:
+            console.print(text(note, style="italic"))
+        console.print()
+    sys.stdout.write(captured.get())
 
 
 def write_text(path: str | Path, text: str) -> None:

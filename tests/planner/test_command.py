@@ -305,3 +305,22 @@ def test_a_trace_says_how_long_contexts_are(tmp_path: Path, capsys: pytest.Captu
     assert str(path) in capsys.readouterr().err
     assert plan(f"{LLAMA} --trace {path} --p50 3 --p95 4") == 2
     assert "exclude one another" in capsys.readouterr().err
+
+
+def test_what_nobody_gave_is_said_to_be_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-2-7b", "--memory", "80GB", "--graphs", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "--activations, assumed: measure it" in printed
+    assert printed.count("assumed") == 1
+
+
+@pytest.mark.parametrize("digits", ["1" + 5000 * "0", "-" + 5000 * "7"])
+def test_a_number_of_thousands_of_digits_is_no_traceback(
+    digits: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"model_type": "llama", "num_hidden_layers": {digits}}}')
+    assert main(["plan", str(path), "--memory", "80GB"]) == 2
+    assert f"{path}: expected JSON with shorter numbers" in capsys.readouterr().err
+    assert main(["plan", "llama-2-7b", "--memory", "80GB", "--set", f"num_hidden_layers={digits}"]) == 2
+    assert "num_hidden_layers" in capsys.readouterr().err

@@ -9,15 +9,16 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvblocks.cli import main
-from kvblocks.replay import command
+from kvblocks.replay import command, sizing
 from kvblocks.replay.options import _EPILOG
-from kvblocks.replay.scenario import Result
+from kvblocks.replay.scenario import Result, run_scenario
 
 TRACE = "arrival,input,output\n0,100,20\n0.1,200,10\n0.2,50,40\n5,300,5\n"
 
@@ -340,3 +341,54 @@ def test_a_signal_ends_a_long_replay_with_its_tables() -> None:
     assert process.returncode == 130
     assert err == ""
     assert "interrupted: the tables show what was replayed until then" in out
+
+
+@pytest.mark.parametrize("interrupted_call", [1, 2, 3])
+def test_interrupted_in_a_search_of_sizes_it_ends_there(
+    interrupted_call: int,
+    trace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever replay is stopped, of the mean, of the peak, of a larger pool, no further one is begun."""
+    calls = 0
+
+    def short(*arguments: Any) -> Result:
+        nonlocal calls
+        calls += 1
+        result = replace(run_scenario(*arguments), first_oom_time=1.0)
+        return replace(result, interrupted=True) if calls == interrupted_call else result
+
+    monkeypatch.setattr(sizing, "run_scenario", short)
+    path = tmp_path / "all.json"
+    options = ["--size", "--policy", "oracle,paged", "--json", str(path)]
+    assert main(["replay", str(trace), *options]) == 130
+    assert calls == interrupted_call
+    assert "interrupted: the tables show what was replayed until then" in capsys.readouterr().out
+    answer = json.loads(path.read_text())
+    assert (answer["interrupted"], answer["pool_sizes"]) == (True, [])
+
+
+def test_what_is_left_out_is_told_where_results_go_to_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival,input,output\n1,4,2\n0,4,2\n2,0,2\n3,-4,2\n")
+    assert main(["replay", str(path), "--policy", "oracle", "--csv", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("policy,")
+    assert err.splitlines() == [
+        "kvblocks: 1 requests without a prompt or an output left out",
+        "kvblocks: 1 rows out of order, sorted by time",
+        "kvblocks: 1 broken lines left out",
+        f"kvblocks: {path}:5: prompt tokens: -4, expected 0 to 16,777,216",
+    ]
+
+
+def test_what_a_pool_in_bytes_leaves_out_is_told(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--pool", "1GiB", "--policy", "paged", "--block-size", "32", "--model", "gpt-oss-20b"]
+    assert main(["replay", str(trace), *options, "--kv-format", "kivi4"]) == 0
+    printed = capsys.readouterr().out
+    assert "layers look back on a window, and are taken to keep all tokens" in printed
+    assert "besides its tokens (states, newest tokens in 16 bit), not counted here" in printed

@@ -52,3 +52,13 @@ def test_what_costs_cannot_be_known_is_refused(
 def test_pools_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|memory size"):
         PoolSize.parse(text)
+
+
+def test_what_slots_leave_out_is_said() -> None:
+    (plain,) = make_costs("llama-3.1-8b", [], 1, None)
+    assert plain.not_counted() == []
+    (windowed,) = make_costs("gpt-oss-20b", [], 1, None)
+    assert ["12 of 24 layers look back on a window" in note for note in windowed.not_counted()] == [True]
+    (residual,) = make_costs("llama-3.1-8b", ["kivi2"], 1, None)
+    # 128 newest tokens and a block of 64 more, in 16 bit: 192 x 131,072 bytes.
+    assert ["about 24.00 MiB besides its tokens" in note for note in residual.not_counted()] == [True]

@@ -281,3 +281,12 @@ def test_whatever_the_bytes_it_is_a_trace_or_one_error(
     assert len(trace) >= 1
     assert min(trace.prompt_tokens.min(), trace.output_tokens.min()) >= 1
     assert trace.skipped.bad_lines <= len(data) + 1
+
+
+@pytest.mark.parametrize("number", ["1_000", "\u0663", "\uff11"])
+def test_a_number_that_only_python_reads_is_broken(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"arrival,input,output\n0,{number},2\n1,4,{number}\n{number},4,2\n2,4,2\n3,4,2\n4,4,2\n")
+    trace = read_trace(path)
+    assert trace.arrival_s is not None
+    assert (trace.arrival_s.tolist(), trace.skipped.bad_lines) == ([0.0, 1.0, 2.0], 3)

@@ -21,9 +21,10 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "invalid choice: 'forecast'" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_gone_is_no_traceback() -> None:
+@pytest.mark.parametrize("output", [["--json", "-"], []])
+def test_a_reader_that_has_gone_is_no_traceback_and_no_verdict(output: list[str]) -> None:
     code = "import sys; from kvblocks.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "plan", "llama-3-8b", "--gpu", "H200", "--json", "-"]
+    command = [sys.executable, "-c", code, "plan", "llama-3-8b", "--gpu", "H200", *output]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()

@@ -32,6 +32,8 @@ EXAMPLE: Final = (
 )
 # Bytes and parameters: no larger number is meant, and floating point holds its products.
 _LARGEST: Final = 1 << 60
+# What activations and captured graphs are taken to need where nobody says, in bytes of one GPU.
+_ASSUMED_BYTES: Final = 2**30
 _EPILOG: Final = f"""\
 units:
   SIZE    bytes with a unit: GiB, MiB are powers of 1024, GB, MB powers of 1000; 24GiB, 14GB, 1.5GiB
@@ -95,10 +97,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     gpu.add_argument("--free", type=_size, metavar="SIZE", help="free memory at start (default: all)")
     gpu.add_argument(
-        "--activations", type=_size, default="1GiB", metavar="SIZE", help="measure yours (default 1GiB)"
+        "--activations", type=_size, metavar="SIZE", help="measure yours (1GiB is assumed otherwise)"
     )
     gpu.add_argument(
-        "--graphs", type=_size, default="1GiB", metavar="SIZE", help="captured graphs; measure (default 1GiB)"
+        "--graphs", type=_size, metavar="SIZE", help="captured graphs; measure (1GiB is assumed otherwise)"
     )
     gpu.add_argument("--safety", type=_size, default="0B", metavar="SIZE", help="kept back (default 0B)")
     gpu.add_argument("--price-per-hour", type=_price, metavar="X", help="price of one GPU, any currency")
@@ -178,8 +180,8 @@ def _question(args: argparse.Namespace) -> Question:
         total_bytes=memory,
         utilisation=args.utilisation,
         weights_bytes=size.per_gpu(args.tp),
-        activations_bytes=args.activations,
-        graphs_bytes=args.graphs,
+        activations_bytes=_ASSUMED_BYTES if args.activations is None else args.activations,
+        graphs_bytes=_ASSUMED_BYTES if args.graphs is None else args.graphs,
         safety_bytes=args.safety,
         free_bytes=args.free,
     )
@@ -194,7 +196,8 @@ def _question(args: argparse.Namespace) -> Question:
         residual_tokens=args.residual,
         shared_prefix=args.shared_prefix,
     )
-    return Question(scenario, size, card_name, nominal, args.users, args.price_per_hour)
+    assumed = tuple(name for name in ("activations", "graphs") if getattr(args, name) is None)
+    return Question(scenario, size, card_name, nominal, args.users, args.price_per_hour, assumed)
 
 
 def _weights(args: argparse.Namespace, model: Model) -> Weights:

@@ -119,6 +119,8 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: byte {error.start}: expected UTF-8 text") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno}: expected JSON: {error.msg}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: expected JSON with shorter numbers: {error}") from error
     except RecursionError as error:
         raise UserError(f"{path}: expected JSON that is nested less deeply") from error
 
@@ -148,7 +150,7 @@ def override(values: dict[str, Any], assignments: Iterable[str]) -> None:
             raise UserError(f"--set {assignment}: expected FIELD=VALUE")
         try:
             value = json.loads(text)
-        except json.JSONDecodeError:
+        except ValueError:
             value = text
         target = values
         while inner := next((key for key in _NESTED if isinstance(target.get(key), dict)), None):

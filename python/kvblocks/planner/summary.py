@@ -21,7 +21,7 @@ class Question:
     """A scenario, and what else is asked about it.
 
     gpu_name and nominal_gb: the card as people name it, None where only its bytes are known. target_users: on all
-    GPUs. price_per_hour: of one GPU, in any currency.
+    GPUs. price_per_hour: of one GPU, in any currency. assumed: terms of the budget that nobody gave or measured.
     """
 
     scenario: Scenario
@@ -30,6 +30,7 @@ class Question:
     nominal_gb: Fraction | None = None
     target_users: int | None = None
     price_per_hour: float | None = None
+    assumed: tuple[str, ...] = ()
 
 
 def summarise(question: Question, levers: Sequence[Lever]) -> dict[str, Any]:
@@ -70,6 +71,7 @@ def summarise(question: Question, levers: Sequence[Lever]) -> dict[str, Any]:
             "free_bytes": budget.free_bytes,
             "usable_bytes": budget.usable_bytes,
             **{f"{name}_bytes": num_bytes for name, num_bytes in budget.deductions()},
+            "assumed": list(question.assumed),
             "weights_total_bytes": question.weights.num_bytes,
             "weights_source": question.weights.source,
             "cache_bytes": budget.cache_bytes,

@@ -74,9 +74,14 @@ def _print_budget(summary: dict[str, Any]) -> None:
             (share if gpus["num_ranks"] > 1 else "") + budget["weights_source"],
             *_size(budget["weights_bytes"]),
         ],
-        ["- activations", "--activations", *_size(budget["activations_bytes"])],
-        ["- graphs", "--graphs", *_size(budget["graphs_bytes"])],
-        ["- safety", "--safety", *_size(budget["safety_bytes"])],
+        *(
+            [
+                f"- {name}",
+                f"--{name}" + (", assumed: measure it" if name in budget["assumed"] else ""),
+                *_size(budget[f"{name}_bytes"]),
+            ]
+            for name in ("activations", "graphs", "safety")
+        ),
         ["= cache", "", *_size(budget["cache_bytes"])],
     ]
     name = f" ({gpus['name']})" if gpus["name"] else ""

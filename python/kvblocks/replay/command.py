@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from kvblocks.replay.account import Sample
 from kvblocks.replay.hit_rate import MODELS, HitRate, Segments, capacities, ceiling, curve
 from kvblocks.replay.options import (
     configure,
+    cost_of,
     engine_of,
     make_engine,
     make_options,
@@ -37,7 +39,7 @@ from kvblocks.traces.trace import Trace
 __all__ = ["configure", "run"]
 
 _INTERRUPTED: Final = 130
-_HEADING: Final = "Slots over time"
+_STOPPED: Final = "interrupted: the tables show what was replayed until then"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     """Replay, print, write; 0, or 130 where the user interrupted."""
     trace = make_trace(args)
     engine, options = make_engine(args, trace), make_options(args, trace)
-    scenarios = list(make_scenarios(args, trace))
+    costs = cost_of(args)
+    scenarios = list(make_scenarios(args, trace, costs))
+    notes = [note for cost in costs for note in cost.not_counted()]
     sizes = _curve_sizes(args, trace)
     if args.size and (engine.mode == "saturated" or all(s.pool_slots is not None for s in scenarios)):
         raise UserError("--size: needs arrivals and an unbounded pool, as without --mode and --pool")
@@ -87,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     work = Work()
     try:
         if prints:
-            tables.print_trace(trace)
+            tables.print_trace(trace, notes)
+        else:
+            sys.stderr.writelines(f"kvblocks: {line.strip()}\n" for line in (*tables.left_out(trace), *notes))
         _replay(args, trace, scenarios, engine, options, work)
         if not work.interrupted and sizes is not None:
             _draw_curves(args, trace, sizes, work)
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         work.interrupted = True
     if prints:
         _print(trace, work)
-    _write(args, trace, engine, options, work)
+    _write(args, trace, engine, options, work, notes)
     return _INTERRUPTED if work.interrupted else 0
 
 
@@ -135,10 +141,8 @@ def _replay(
         return
     for result in work.results:
         if result.scenario.pool_slots is None:
-            # How many replays a size takes is not known before.
-            with report.progress(f"sizing {result.scenario.name}", 2 * len(trace)) as tell:
-                adapted = engine_of(args, engine, result.scenario)
-                sizing = size_pool(cut[result.max_context_tokens], result, adapted, options, tell)
+            adapted = engine_of(args, engine, result.scenario)
+            sizing = size_pool(cut[result.max_context_tokens], result, adapted, options)
             if sizing.interrupted:
                 work.interrupted = True
                 return
@@ -174,7 +178,7 @@ def _print(trace: Trace, work: Work) -> None:
     for drawn in work.curves:
         tables.print_curve(drawn.block_size, drawn.points, drawn.ceiling)
     if work.interrupted:
-        report.write_line("interrupted: the tables show what was replayed until then")
+        report.write_line(_STOPPED)
 
 
 def _sizing_records(work: Work) -> list[dict[str, Any]]:
@@ -186,7 +190,14 @@ def _sizing_records(work: Work) -> list[dict[str, Any]]:
     ]
 
 
-def _write(args: argparse.Namespace, trace: Trace, engine: Engine, options: Options, work: Work) -> None:
+def _write(
+    args: argparse.Namespace,
+    trace: Trace,
+    engine: Engine,
+    options: Options,
+    work: Work,
+    notes: Sequence[str],
+) -> None:
     records = [result.record() for result in work.results]
     if args.csv is not None and records:
         text = io.StringIO()
@@ -194,7 +205,7 @@ def _write(args: argparse.Namespace, trace: Trace, engine: Engine, options: Opti
         writer.writeheader()
         writer.writerows(records)
         report.write_text(args.csv, text.getvalue())
-    data = _data(args, trace, engine, options, work)
+    data = {**_data(args, trace, engine, options, work), "notes": list(notes)}
     if args.json is not None:
         report.write_json(args.json, data)
     figures = _figures(work)
@@ -222,7 +233,7 @@ def _write(args: argparse.Namespace, trace: Trace, engine: Engine, options: Opti
         page.write_page(
             args.html,
             f"Replay of {trace.name}",
-            _introduction(trace, engine),
+            [*_introduction(trace, engine), *notes, *([_STOPPED] if work.interrupted else [])],
             [section for section in sections if section[1] or section[2]],
             data,
         )

@@ -16,10 +16,12 @@ from kvblocks.planner.architectures import describe
 from kvblocks.planner.footprint import Footprint, footprint
 from kvblocks.planner.model import Model
 from kvblocks.planner.models import find_config
-from kvblocks.report import UserError
+from kvblocks.report import UserError, format_bytes
 
 # In blocks of this size a reservation's token is costed: every format can group so many tokens.
 _RESERVED_BLOCK: Final = 64
+# Newest tokens in 16 bit, where a format keeps them: what `CacheConfig` has unless told otherwise.
+_RESIDUAL_TOKENS: Final = 128
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,35 @@ class Cost:
             raise UserError(f"--pool: {num_bytes:,} bytes hold no {unit} of {per_token:,.0f} bytes a token")
         return slots
 
+    def not_counted(self) -> list[str]:
+        """A sentence for whatever the model keeps otherwise than a row of every token, which slots leave out."""
+        if self.model is None:
+            return []
+        notes = []
+        windowed = sum(count for cache, count in self.model.attentions if cache.span is not None)
+        if windowed:
+            notes.append(
+                f"{self.model.name}: {windowed} of {self.model.num_owners} layers look back on a window, and are taken "
+                "to keep all tokens: with windows the same bytes hold more"
+            )
+        if num_bytes := self._footprint(_RESERVED_BLOCK).sequence_bytes:
+            notes.append(
+                f"{self.model.name} {self.kv_format}: a request takes about {format_bytes(num_bytes)} besides its "
+                "tokens (states, newest tokens in 16 bit), not counted here: keep that much free for each at once"
+            )
+        return notes
+
     def _footprint(self, block_size: int) -> Footprint:
         assert self.model is not None
         assert self.kv_format is not None
         try:
-            return footprint(self.model, self.kv_format, block_size=block_size, num_ranks=self.num_ranks)
+            return footprint(
+                self.model,
+                self.kv_format,
+                block_size=block_size,
+                num_ranks=self.num_ranks,
+                residual_tokens=_RESIDUAL_TOKENS,
+            )
         except ValueError as error:
             raise UserError(f"--kv-format {self.kv_format}: {error}") from error
 

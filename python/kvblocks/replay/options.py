@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from kvblocks.replay.costs import PoolSize, make_costs
+from kvblocks.replay.costs import Cost, PoolSize, make_costs
 from kvblocks.replay.generate import LENGTHS, generate
 from kvblocks.replay.scenario import PAGED, POLICIES, Options, Scenario
 from kvblocks.replay.simulate import Engine, Mode
@@ -271,13 +271,17 @@ def make_options(args: argparse.Namespace, trace: Trace) -> Options:
     return Options(args.watermark, declared, args.decoded_blocks)
 
 
-def make_scenarios(args: argparse.Namespace, trace: Trace) -> Iterator[Scenario]:
+def cost_of(args: argparse.Namespace) -> list[Cost]:
+    """What a slot costs, in each of the formats."""
+    return make_costs(args.model, args.kv_format, args.tp, args.bytes_per_token)
+
+
+def make_scenarios(args: argparse.Namespace, trace: Trace, costs: Sequence[Cost]) -> Iterator[Scenario]:
     """Every combination of the lists."""
     default = POLICIES if trace.tokens_per_id else tuple(name for name in POLICIES if name != "prefix")
     policies = _list("--policy", args.policy, _policy) if args.policy else default
     block_sizes = _list("--block-size", args.block_size, _count)
     pools = _list("--pool", args.pool, PoolSize.parse)
-    costs = make_costs(args.model, args.kv_format, args.tp, args.bytes_per_token)
     longest = int(trace.final_tokens.max())
     contexts = _list("--max-context", args.max_context, _count) if args.max_context else [longest]
     for context, pool, cost, policy in itertools.product(contexts, pools, costs, policies):

@@ -1,15 +1,15 @@
 """The smallest pool that survives the peak, beside the one that the mean suggests.
 
-Owns `Sizing` and `size_pool`. Imports scenario. Definition: a pool survives if no admission is ever refused and nobody
-is preempted. Invariant: the smallest pool was replayed, and survived.
+Owns `Sizing` and `size_pool`. Imports report and scenario. Definition: a pool survives if no admission is ever refused
+and nobody is preempted. Invariant: the smallest pool was replayed, and survived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
+import kvblocks.report as report
 from kvblocks.replay.scenario import Options, Result, run_scenario
 from kvblocks.replay.simulate import Engine
 from kvblocks.traces.trace import Trace
@@ -38,9 +38,11 @@ def size_pool(
     unbounded: Result,
     engine: Engine,
     options: Options,
-    tell: Callable[[int], Any] = lambda done: None,
 ) -> Sizing:
     """From the replay of an unbounded pool, replay pools of its mean and of its peak. O(a few replays).
+
+    Each replay shows its own progress, as their number is not known before. Interrupted in one, the rest is left out:
+    what was found until then is not the answer.
 
     Mostly the unbounded pool's peak is the answer, and one replay says so. A prefix cache needs more: a smaller pool
     keeps less, so requests find less, take longer, and overlap more. (The buddy system cuts another capacity
@@ -50,9 +52,13 @@ def size_pool(
 
     def replay(slots: float) -> Result:
         whole = max(unit, -(-int(slots) // unit) * unit)
-        return run_scenario(trace, replace(unbounded.scenario, pool_slots=whole), engine, options, tell)
+        scenario = replace(unbounded.scenario, pool_slots=whole)
+        with report.progress(f"sizing {scenario.name}: {whole:,} tokens", len(trace)) as tell:
+            return run_scenario(trace, scenario, engine, options, tell)
 
     mean_pool = replay(unbounded.allocated_mean_tokens)
+    if mean_pool.interrupted:
+        return Sizing(mean_pool, None, interrupted=True)
     failed, best = 0.0, None
     slots = float(unbounded.high_water_tokens)
     for _ in range(_MAX_TRIES):
@@ -68,7 +74,7 @@ def size_pool(
         middle = (failed + high) / 2
         result = replay(middle)
         if result.interrupted:
-            break
+            return Sizing(mean_pool, best, interrupted=True)
         if _survived(result):
             best, high = result, middle
         else:

@@ -6,7 +6,7 @@ unit, and shows what the JSON has under a longer name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import kvblocks.report as report
@@ -53,9 +53,8 @@ def label(result: Result, results: Sequence[Result]) -> str:
     return name
 
 
-def print_trace(trace: Trace) -> None:
-    """What was read, and what was left out and why."""
-    skipped = trace.skipped
+def print_trace(trace: Trace, notes: Iterable[str] = ()) -> None:
+    """What was read, what was left out and why, and what else is to be known before the results."""
     span = f", {time(float(trace.arrival_s[-1]))} s" if trace.arrival_s is not None else ", no times"
     reuse = f", hash ids of {trace.tokens_per_id} tokens" if trace.tokens_per_id else ", no hash ids"
     report.write_line(
@@ -63,6 +62,15 @@ def print_trace(trace: Trace) -> None:
         f"average, {trace.prompt_tokens.max():,} at most, outputs {trace.output_tokens.mean():,.0f} and "
         f"{trace.output_tokens.max():,}"
     )
+    for line in left_out(trace):
+        report.write_line(line)
+    for note in notes:
+        report.write_line(note)
+
+
+def left_out(trace: Trace) -> Iterator[str]:
+    """A line for each kind of row that was not taken as it stands, and for the first broken ones."""
+    skipped = trace.skipped
     for count, what in (
         (skipped.empty_requests, "requests without a prompt or an output left out"),
         (skipped.out_of_order, "rows out of order, sorted by time"),
@@ -70,9 +78,9 @@ def print_trace(trace: Trace) -> None:
         (skipped.bad_lines, "broken lines left out"),
     ):
         if count:
-            report.write_line(f"  {count:,} {what}")
+            yield f"  {count:,} {what}"
     for example in skipped.bad_examples:
-        report.write_line(f"    {example}")
+        yield f"    {example}"
 
 
 def print_results(results: Sequence[Result], span_s: float | None) -> None:

@@ -382,16 +382,23 @@ def _csv_rows(
         yield number, row_or_error(line)
 
 
+def _plain(text: str) -> str:
+    """The text of a number; ValueError for what Python reads as one and no trace writes, such as 1_000."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return text
+
+
 def _number(field: str, text: str) -> float:
     try:
-        return float(text)
+        return float(_plain(text))
     except ValueError:
         raise _BadRowError(field, f"{text[:40]!r}, expected a number") from None
 
 
 def _whole(field: str, text: str) -> int:
     try:
-        return int(text)
+        return int(_plain(text))
     except ValueError:
         number = _number(field, text)
         if not number.is_integer():
@@ -404,7 +411,7 @@ def _time(field: str, text: str, unit_s: float) -> float:
     match = _TIMESTAMP.fullmatch(text)
     if match is None:
         try:
-            return float(text) * unit_s
+            return float(_plain(text)) * unit_s
         except ValueError:
             raise _BadRowError(
                 field, f"{text[:40]!r}, expected seconds or a time such as 2023-11-16 18:15:46.68"
