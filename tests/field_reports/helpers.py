@@ -1,12 +1,15 @@
 """What the cases share: an engine in a few words, the state of a manager as one value, and random walks.
 
-Owns `Engine`, `state` and `Walk`. Sizes are in blocks where they are called capacity, else in tokens.
+Owns `Engine`, `state`, `Walk` and `needs`, the formats that a backend takes. Sizes are in blocks where they are called
+capacity, else in tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
+
+import pytest
 
 import kvblocks as kv
 
@@ -302,3 +305,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "merge": (False, True),
     "reuse": ("last_freed", "first_freed"),
 }
+
+
+def takes(backend: kv.Backend, kv_format: str) -> bool:
+    part, table = kv.KVFormat.parse(kv_format), backend.supported()
+    return str(part.k) in table.k_formats and str(part.v) in table.v_formats
+
+
+def needs(backend: kv.Backend, kv_format: str) -> None:
+    if not takes(backend, kv_format):
+        pytest.skip(f"{backend.name} refuses {kv_format}")

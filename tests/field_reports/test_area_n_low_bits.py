@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 
 import kvblocks as kv
-from kvblocks.backends import get_backend
 
-from .test_area_m_fp8 import needs
-
-
-@pytest.fixture(params=["numpy", "cpu"])
-def backend(request: pytest.FixtureRequest) -> kv.Backend:
-    return get_backend(request.param)
+from .helpers import needs
 
 
 def test_p104_the_newest_tokens_are_exact_and_so_is_a_group_that_is_not_whole(backend: kv.Backend) -> None:
