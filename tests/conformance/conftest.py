@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from conformance.harness import PARAMS, Harness
@@ -25,7 +24,7 @@ def checks_values(harness: Harness) -> None:
 @pytest.fixture
 def host_arrays(harness: Harness) -> None:
     """Skip where arrays are not NumPy's, which alone can be read-only, misaligned or compared by address."""
-    if not isinstance(harness.to_device(np.zeros(1)), np.ndarray):
+    if harness.marker == "gpu":
         pytest.skip(f"{harness.name} takes device arrays")
 
 

@@ -211,6 +211,7 @@ class TestAttend:
         out, _ = scene.attend(window=1)
         assert np.isfinite(out).all()
 
+    @pytest.mark.usefixtures("host_arrays")
     def test_read_only_outputs(self, harness: Harness) -> None:
         scene = make_scene(harness)
         if not isinstance(scene.cache.k, np.ndarray):
@@ -220,6 +221,7 @@ class TestAttend:
             with pytest.raises(ValueError, match=f"{name}: the array is read-only"):
                 run(scene, **{name: array})
 
+    @pytest.mark.usefixtures("host_arrays")
     def test_outputs_that_overlap_inputs(self, harness: Harness) -> None:
         scene = make_scene(harness)
         if not isinstance(scene.cache.k, np.ndarray):
@@ -253,6 +255,7 @@ class TestAttend:
         self.refuse(harness, lambda _: {"q": value}, TypeError, "q: .*expected a")
         self.refuse(harness, lambda _: {"seq_lens": value}, TypeError, "seq_lens: .*expected a")
 
+    @pytest.mark.usefixtures("host_arrays")
     def test_bfloat16_of_another_package_is_told_how(self, harness: Harness) -> None:
         ml_dtypes = pytest.importorskip("ml_dtypes")
         self.refuse(
@@ -490,6 +493,7 @@ class TestAllocate:
     ],
     ids=["elements apart", "blocks backwards", "heads backwards", "one block", "overlapping", "misaligned"],
 )
+@pytest.mark.usefixtures("host_arrays")
 def test_storage_that_backends_do_not_take(harness: Harness, name: str, view, message: str) -> None:
     arrays = {"k": np.zeros((3, 4, 2, 8), np.float32), "v": np.zeros((3, 4, 2, 8), np.float32)}
     arrays[name] = view(arrays[name])
@@ -515,6 +519,7 @@ def test_pool_of_another_block_size(harness: Harness) -> None:
         LayerCache(cache.k, cache.v, "float32", 16, "NHD")
 
 
+@pytest.mark.usefixtures("host_arrays")
 def test_cache_of_another_kind(harness: Harness) -> None:
     scene = make_scene(harness)
     with pytest.raises(TypeError, match="cache: ndarray, expected a LayerCache"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.fake import NULL_STREAM, SOME_STREAM, FakeArray, FakeCupy, fake_cubins
+from gpu.fake import NULL_STREAM, SOME_STREAM, FakeCupy, fake_cubins
 from kernels.emulator import emulated_backend
 from kvblocks.backends import cupy as module
 from kvblocks.backends import get_backend
@@ -136,8 +136,9 @@ class TestMemory:
             memory.describe("k", np.zeros(3, np.float32))
         with pytest.raises(TypeError, match=r"^q: list, expected"):
             memory.describe("q", [1, 2])
-        with pytest.raises(TypeError, match=r"^q: dtype complex64, expected one of float32"):
-            memory.describe("q", np.zeros(3, np.complex64).view(FakeArray))
+        interface = np.zeros(3, np.uint8).__array_interface__
+        with pytest.raises(TypeError, match=r"^q: dtype float8_e8m0fnu, expected one of float32"):
+            memory.describe("q", SimpleNamespace(__cuda_array_interface__=interface, dtype="float8_e8m0fnu"))
 
     def test_an_array_without_elements_may_have_no_address(self) -> None:
         empty = SimpleNamespace(

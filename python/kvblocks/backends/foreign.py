@@ -96,7 +96,7 @@ class _Described:
 def look_at(name: str, array: object) -> DeviceArray:
     """What stands behind a torch tensor, a CuPy array, or any object with `__cuda_array_interface__`.
 
-    Raises TypeError that names the argument for anything else, and for dtypes that no kernel reads.
+    Raises TypeError that names the argument for anything else, and for a dtype that is neither NumPy's nor stored here.
     """
     if isinstance(array, DeviceArray):
         return array
@@ -131,9 +131,11 @@ def is_dlpack_only(array: object) -> bool:
 
 
 def _storage(name: str, dtype: str) -> np.dtype[Any]:
-    if dtype not in _STORAGE:
-        raise TypeError(f"{name}: dtype {dtype}, expected one of {', '.join(_STORAGE)}")
-    return np.dtype(_STORAGE[dtype])
+    try:
+        # A dtype of NumPy that no kernel reads is for the check of the call to refuse, which knows what it wants.
+        return np.dtype(_STORAGE.get(dtype, dtype))
+    except TypeError:
+        raise TypeError(f"{name}: dtype {dtype}, expected one of {', '.join(_STORAGE)}") from None
 
 
 def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
