@@ -134,6 +134,30 @@ def test_every_other_call_is_the_backends_too(library: HostLibrary, plans: list[
             np.testing.assert_array_equal(a, b)
 
 
+def test_tables_in_the_form_of_one_list(library: HostLibrary, plans: list[Any]) -> None:
+    """Rows of several lengths, an empty one among them, as tables and as a list: the same results."""
+    cache = make_cache("float16")
+    for seed, lens in enumerate([(37, 9, 0), (8, 16, 33)]):
+        step = Step(seed, lens=lens, num_new=(1, 3, 0))
+        gpu.write_kv(cache, step.k, step.v, step.slots)
+        counts = -(-step.lens // 8)
+        indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        indices = np.concatenate([row[:count] for row, count in zip(step.tables, counts, strict=True)])
+        indices = np.concatenate([indices, np.full(12 - len(indices), -1, np.int32)])
+        last = ((step.lens - (counts - 1) * 8) * (step.lens > 0)).astype(np.int32)
+        wanted = emulated_backend().attend(cache, step.q, *step.index, window=20)
+        for options in ({}, {"max_blocks": 5}):
+            out = gpu.paged_attention_csr(
+                cache, step.q, indptr, indices, last, step.starts, window=20, **options
+            )
+            np.testing.assert_allclose(out, wanted, atol=1e-3)
+    assert len(plans) == 4
+    with pytest.raises(ValueError, match=r"^kv_indptr: axis 0 \(num_seqs \+ 1\) is 3, expected 4"):
+        gpu.paged_attention_csr(cache, step.q, indptr[1:], indices, last, step.starts)
+    with pytest.raises(ValueError, match=r"^max_blocks is 13: expected an integer in 0\.\.12"):
+        gpu.paged_attention_csr(cache, step.q, indptr, indices, last, step.starts, max_blocks=13)
+
+
 def test_blocks_and_slots_of_all_caches(library: HostLibrary, plans: list[Any]) -> None:
     step = Step()
     pool = [make_cache("int8"), make_cache("float16", layout="HND")]

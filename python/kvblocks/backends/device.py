@@ -27,6 +27,7 @@ from kvblocks.backends.checks import (
     check_write,
 )
 from kvblocks.backends.codecs import Encoded
+from kvblocks.backends.expect import expect_dtype, expect_shape
 from kvblocks.backends.geometry import (
     Record,
     address_of,
@@ -39,7 +40,7 @@ from kvblocks.backends.geometry import (
     strides,
 )
 from kvblocks.backends.memory import Memory
-from kvblocks.config import LAYOUTS, CacheConfig
+from kvblocks.config import LAYOUTS, CacheConfig, as_integer
 from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
 from kvblocks.kernels import params as records
 from kvblocks.kernels import specs
@@ -187,6 +188,58 @@ class DeviceBackend:
             return out
         return result
 
+    def attend_csr(
+        self,
+        cache: LayerCache,
+        q: Array,
+        kv_indptr: Array,
+        kv_indices: Array,
+        kv_last_block_len: Array,
+        query_start_loc: Array,
+        *,
+        max_blocks: int | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+    ) -> Array:
+        """`attend` with the tables in FlashInfer's form, as `Step.csr` gives them.
+
+        kv_indptr int32 [num_seqs + 1]; kv_indices int32 [total blocks]; kv_last_block_len int32 [num_seqs], tokens of
+        the last block. max_blocks: of the longest sequence, by which keys are split; None: all of kv_indices. The
+        caller answers for the values of kv_indptr, which are compared with nothing.
+        """
+        see = self.memory.describe
+        indptr, indices = see("kv_indptr", kv_indptr), see("kv_indices", kv_indices)
+        last = see("kv_last_block_len", kv_last_block_len)
+        for name, view in (("kv_indptr", indptr), ("kv_indices", indices), ("kv_last_block_len", last)):
+            expect_dtype(name, view, np.int32)
+            expect_shape(name, view, ((name, None),))
+        expect_shape("kv_indptr", indptr, (("num_seqs + 1", len(last) + 1),))
+        longest = len(indices) if max_blocks is None else as_integer(max_blocks)
+        if longest is None or not 0 <= longest <= len(indices):
+            raise ValueError(f"max_blocks is {max_blocks!r}: expected an integer in 0..{len(indices)}")
+        starts, blocks = self._plain(kv_indptr, indptr), self._plain(kv_indices, indices)
+        shaped = np.broadcast_to(blocks.view[:longest], (len(last), longest))
+        prepared, _ = self._prepare_attention(
+            cache,
+            q,
+            _Csr(starts.view, shaped),
+            kv_last_block_len,
+            query_start_loc,
+            out=out,
+            optional={"lse": lse, "sinks": sinks, "alibi_slopes": alibi_slopes},
+            options={"scale": scale, "window": window, "soft_cap": soft_cap, "tail": None},
+        )
+        result = prepared()
+        if out is not None and result is not out:
+            self.memory.assign(out, result)
+            return out
+        return result
+
     def prepare_attend(
         self,
         cache: LayerCache,
@@ -241,7 +294,10 @@ class DeviceBackend:
         seen = self._see_cache(cache)
         arrays = (q, block_tables, seq_lens, query_start_loc)
         names = ("q", "block_tables", "seq_lens", "query_start_loc")
-        views = [see(name, array) for name, array in zip(names, arrays, strict=True)]
+        views = [
+            array.shaped if isinstance(array, _Csr) else see(name, array)
+            for name, array in zip(names, arrays, strict=True)
+        ]
         seen_optional: dict[str, Any] = {
             name: None if array is None else see(name, array)
             for name, array in (optional | {"out": out}).items()
@@ -537,8 +593,12 @@ class DeviceBackend:
         alibi_slopes: Array | None,
     ) -> "list[_Held]":
         see = self.memory.describe
-        # A row of a table is read in place, whatever the stride between rows.
-        tables = self._rows(block_tables, see("block_tables", block_tables))
+        if isinstance(block_tables, _Csr):
+            tables = _Held(block_tables, block_tables.shaped)
+            record["kv_indptr"] = address_of(block_tables.indptr)
+        else:
+            # A row of a table is read in place, whatever the stride between rows.
+            tables = self._rows(block_tables, see("block_tables", block_tables))
         record["block_tables"], record["block_table_stride"] = (
             address_of(tables.view),
             strides(tables.view)[0],
@@ -603,6 +663,13 @@ class DeviceBackend:
         self, instance: Instance, grid: tuple[int, int, int], shared_bytes: int, record: Record
     ) -> None:
         self.launcher.launch(*self._prepare(instance, grid, shared_bytes, record), self.memory.stream())
+
+
+class _Csr(NamedTuple):
+    """Tables as one list of blocks that `indptr` cuts. shaped: the list as the table that checks expect."""
+
+    indptr: NDArray[Any]
+    shaped: NDArray[Any]
 
 
 class _Held(NamedTuple):

@@ -13,6 +13,7 @@ ValueError that name the argument and both numbers, before anything is launched.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvblocks.backends.codecs import Encoded
 from kvblocks.backends.cupy import instances_for, launcher_of
@@ -133,6 +134,65 @@ def paged_attention(
         cache=cache,
         stream=stream,
         workspace=workspace,
+    )
+
+
+_ATTEND_CSR = (
+    "q",
+    "kv_indptr",
+    "kv_indices",
+    "kv_last_block_len",
+    "query_start_loc",
+    "sinks",
+    "alibi_slopes",
+    "out",
+    "lse",
+)
+
+
+def _attend_csr(backend: DeviceBackend, cache: LayerCache, *arrays_and_options: Any) -> Array:
+    *arrays, sinks, alibi_slopes, out, lse, max_blocks, scale, window, soft_cap = arrays_and_options
+    return backend.attend_csr(
+        cache,
+        *arrays,
+        max_blocks=max_blocks,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        out=out,
+        lse=lse,
+    )
+
+
+def paged_attention_csr(
+    cache: LayerCache,
+    q: Array,
+    kv_indptr: Array,
+    kv_indices: Array,
+    kv_last_block_len: Array,
+    query_start_loc: Array,
+    *,
+    max_blocks: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    split_size: int | None = None,
+    stream: object = None,
+) -> Array:
+    """`paged_attention` with the tables in FlashInfer's form; see `DeviceBackend.attend_csr`."""
+    return device_for(q, split_size).run(
+        _attend_csr,
+        _ATTEND_CSR,
+        (q, kv_indptr, kv_indices, kv_last_block_len, query_start_loc, sinks, alibi_slopes, out, lse),
+        (max_blocks, scale, window, soft_cap),
+        cache=cache,
+        stream=stream,
     )
 
 
