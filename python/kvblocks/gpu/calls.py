@@ -2,7 +2,7 @@
 
 Owns the direct functions. Imports the device that runs them and layout.
 Invariant: memory is the caller's, new arrays are of his library, and work is enqueued on his stream. A call is checked
-when its shapes are new, and costs a few microseconds of the host's time after that; values in device arrays are checked
+when its shapes are new, and only patched with addresses after that; values in device arrays are checked
 by the kernels, which skip what is wrong and keep it for `first_error`.
 
 For every function: arrays are torch tensors, CuPy arrays, or anything with `__cuda_array_interface__` or DLPack, all on
