@@ -392,3 +392,26 @@ def test_what_a_pool_in_bytes_leaves_out_is_told(trace: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "layers look back on a window, and are taken to keep all tokens" in printed
     assert "besides its tokens (states, newest tokens in 16 bit), not counted here" in printed
+
+
+@pytest.mark.parametrize(
+    "option", ["--rate-factor", "--inter-token-ms", "--prefill-rate", "--bytes-per-token"]
+)
+@pytest.mark.parametrize("number", ["1e308", "1e-300", "-1", "nan"])
+def test_a_rate_that_nobody_means_is_refused(
+    option: str, number: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["replay", str(trace), f"{option}={number}"])
+    assert exit_.value.code == 2
+    assert "expected a number from 1e-09 to 1e+12" in capsys.readouterr().err
+
+
+def test_a_page_holds_no_markup_of_a_file_name(trace: Path, tmp_path: Path) -> None:
+    named = trace.rename(tmp_path / "<!--<script>&.csv")
+    page = tmp_path / "page.html"
+    assert main(["replay", str(named), "--policy", "oracle", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<!--<" not in text
+    assert text.count("<script") == 1
+    assert json.loads(text.split('id="data">')[1].split("</script>")[0])["trace"]["name"] == named.name

@@ -62,3 +62,9 @@ def test_what_slots_leave_out_is_said() -> None:
     (residual,) = make_costs("llama-3.1-8b", ["kivi2"], 1, None)
     # 128 newest tokens and a block of 64 more, in 16 bit: 192 x 131,072 bytes.
     assert ["about 24.00 MiB besides its tokens" in note for note in residual.not_counted()] == [True]
+
+
+def test_a_model_of_states_alone_has_no_pool_of_bytes() -> None:
+    (cost,) = make_costs("mamba-2.8b", [], 1, None)
+    with pytest.raises(UserError, match="no layer of --model keeps a row of each token"):
+        PoolSize.parse("1GiB").slots(cost, 16)

@@ -290,3 +290,23 @@ def test_a_number_that_only_python_reads_is_broken(number: str, tmp_path: Path) 
     trace = read_trace(path)
     assert trace.arrival_s is not None
     assert (trace.arrival_s.tolist(), trace.skipped.bad_lines) == ([0.0, 1.0, 2.0], 3)
+
+
+def test_times_of_another_kind_and_hours_of_no_clock_are_broken(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    times = [
+        "2023-11-16 18:15:46.5",
+        "5",
+        "2023-11-16 25:00:00",
+        "2023-11-16 18:61:00",
+        "2023-11-16T18:15:48Z",
+    ]
+    rows = "".join(f"{time},{number},2\n" for number, time in enumerate(times * 2, 1))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows + "2023-11-16 18:15:47,4,2\n" * 5)
+    trace = read_trace(path)
+    assert trace.arrival_s is not None
+    assert trace.arrival_s.tolist() == [0.0, 0.0, *[0.5] * 5, 1.5, 1.5]
+    assert trace.skipped.bad_lines == 6
+    assert "'5', expected a date and time, as in the first row" in trace.skipped.bad_examples[0]
+    path.write_text("arrival,input,output\n1,1,2\n2,4,2\n2023-11-16 18:15:46,3,1\n")
+    assert "expected a number" in read_trace(path).skipped.bad_examples[0]

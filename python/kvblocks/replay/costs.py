@@ -51,6 +51,8 @@ class Cost:
             raise UserError(
                 "--pool in bytes needs --model or --bytes-per-token; without a unit it is in tokens"
             )
+        if not per_token:
+            raise UserError("--pool in bytes: no layer of --model keeps a row of each token, only states")
         if self.model is not None:
             num_bytes -= self._footprint(block_size or _RESERVED_BLOCK).static_bytes
         slots = int(num_bytes // per_token)

@@ -33,6 +33,9 @@ is a number of tokens, or a size such as 40GiB where --model or --bytes-per-toke
 replays 500 made-up requests under two policies and two pools. docs/replay.md defines every figure.
 """
 _MOST: Final = 2**31 - 1
+# Of rates, times and bytes: beyond what anybody means, and far from where sums over time overflow.
+_LEAST_NUMBER: Final = 1e-9
+_MOST_NUMBER: Final = 1e12
 _TIME_UNITS: Final = {"s": 1.0, "ms": 1e-3}
 # What a PCIe 4.0 x16 link copies in practice.
 _SWAP_BYTES_PER_S: Final = 25e9
@@ -334,8 +337,10 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a number > 0")
+    if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}, expected a number from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
+        )
     return value
 
 

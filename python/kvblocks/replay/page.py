@@ -88,7 +88,8 @@ def write_page(
             parts.append(re.sub(r'((?:id="|href="#|url\(#))', rf"\g<1>f{number}-", svg(draw)))
         if records:
             parts.append(_table(records))
-    embedded = json.dumps(data, allow_nan=False).replace("</", "<\\/")
+    # No "<" at all: neither "</script>" nor "<!--" may stand in a script element.
+    embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     parts.append(f'<script type="application/json" id="data">{embedded}</script>')
     report.write_text(
         path,

@@ -356,10 +356,24 @@ def _csv_rows(
             raise _BadRowError(header[at], f"the row has {len(cells)} of {len(header)} columns")
         return cells[at].strip()
 
+    # Whether times are dates, which differ from plain seconds by half a century; the first time of the file says.
+    dated: bool | None = None
+
+    def time(field: str, text: str) -> float:
+        nonlocal dated
+        match = _TIMESTAMP.fullmatch(text)
+        value = _seconds(field, text) * time_unit_s if match is None else _date_time(field, match)
+        if dated is None:
+            dated = match is not None
+        elif dated != (match is not None):
+            kind = "a date and time" if dated else "a number"
+            raise _BadRowError(field, f"{text[:40]!r}, expected {kind}, as in the first row")
+        return value
+
     def row(cells: list[str]) -> _Row:
         arrival = None
         if seconds is not None:
-            arrival = _time(header[seconds], cell(cells, seconds), time_unit_s)
+            arrival = time(header[seconds], cell(cells, seconds))
         elif milliseconds is not None:
             arrival = 1e-3 * _number(header[milliseconds], cell(cells, milliseconds))
         return _Row(
@@ -406,22 +420,23 @@ def _whole(field: str, text: str) -> int:
         return int(number)
 
 
-def _time(field: str, text: str, unit_s: float) -> float:
-    """Seconds of a number in this unit, or of a date and time of day, of which only differences are used."""
-    match = _TIMESTAMP.fullmatch(text)
-    if match is None:
-        try:
-            return float(_plain(text)) * unit_s
-        except ValueError:
-            raise _BadRowError(
-                field, f"{text[:40]!r}, expected seconds or a time such as 2023-11-16 18:15:46.68"
-            ) from None
+def _seconds(field: str, text: str) -> float:
+    try:
+        return float(_plain(text))
+    except ValueError:
+        raise _BadRowError(
+            field, f"{text[:40]!r}, expected seconds or a time such as 2023-11-16 18:15:46.68"
+        ) from None
+
+
+def _date_time(field: str, match: re.Match[str]) -> float:
+    """Seconds of what `_TIMESTAMP` matched, of which only differences are used."""
     day, hour, minute, second, fraction, zone = match.groups()
     try:
-        midnight = (datetime.fromisoformat(day) - _EPOCH) / timedelta(seconds=1)
+        begin = datetime.fromisoformat(f"{day} {hour}:{minute}:{second}") - _EPOCH
     except ValueError as error:
-        raise _BadRowError(field, f"{text[:40]!r}: {error}") from None
+        raise _BadRowError(field, f"{match[0][:40]!r}: {error}") from None
     offset = 0
     if zone and zone != "Z":
         offset = (int(zone[1:3]) * 60 + int(zone[-2:])) * (-60 if zone[0] == "-" else 60)
-    return midnight + int(hour) * 3600 + int(minute) * 60 + int(second) + float(fraction or 0) - offset
+    return begin / timedelta(seconds=1) + float(fraction or 0) - offset
