@@ -21,15 +21,17 @@ _LOG_RATIO = math.log(_RATIO)
 
 
 class WeightedQuantiles:
-    """Time that a whole number >= 0 spent in each bin: bins of one number up to 200, then 0.5 % wide."""
+    """Time that a whole number >= 0 spent in each bin: bins of one number below 200, then 0.5 % wide."""
 
     _EXACT = 200
 
     def __init__(self) -> None:
         self._weights = np.zeros(self._EXACT + 8000)
+        self._largest = 0
 
     def add_one(self, value: int, weight: float) -> None:
         """A value that lasted weight. O(1)."""
+        self._largest = max(self._largest, value)
         if value > self._EXACT:
             value = self._EXACT + int(math.log(value / self._EXACT) / _LOG_RATIO)
         self._weights[value] += weight
@@ -39,18 +41,24 @@ class WeightedQuantiles:
         if len(values) == 1:
             self.add_one(int(values[0]), float(weights[0]))
             return
+        self._largest = max(self._largest, int(values.max()))
         ratio = np.log(np.maximum(values, self._EXACT) / self._EXACT) / _LOG_RATIO
         np.add.at(self._weights, np.minimum(values, self._EXACT) + ratio.astype(np.int64), weights)
 
     def quantile(self, share: float) -> float:
-        """The number at or below which `share` of the time was spent: exact up to 200, then up to 0.5 % too low."""
+        """The number at or below which `share` of the time was spent.
+
+        Exact below 200, else up to 0.5 % too high, but never above the largest: what stays the same all the time has
+        just that quantile.
+        """
         total = np.cumsum(self._weights)
         if total[-1] == 0:
             return 0.0
         at = int(np.searchsorted(total, share * total[-1] * (1 - 1e-12)))
-        return (
-            float(at) if at <= self._EXACT else float(self._EXACT * math.exp((at - self._EXACT) * _LOG_RATIO))
-        )
+        if at < self._EXACT:
+            return float(at)
+        end_of_bin = self._EXACT * math.exp((at + 1 - self._EXACT) * _LOG_RATIO)
+        return min(end_of_bin, float(self._largest))
 
 
 @dataclass
