@@ -324,3 +324,12 @@ def test_a_number_of_thousands_of_digits_is_no_traceback(
     assert f"{path}: expected JSON with shorter numbers" in capsys.readouterr().err
     assert main(["plan", "llama-2-7b", "--memory", "80GB", "--set", f"num_hidden_layers={digits}"]) == 2
     assert "num_hidden_layers" in capsys.readouterr().err
+
+
+def test_a_plot_of_nothing_is_said_not_to_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "users.png"
+    assert main(["plan", "llama-2-7b", "--memory", "10GB", "--plot", str(plot), "--json", "-"]) == 1
+    assert f"{plot}: not drawn, as nothing fits" in capsys.readouterr().err
+    assert not plot.exists()

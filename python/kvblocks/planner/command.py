@@ -24,7 +24,7 @@ from kvblocks.planner.plot import plot_levers
 from kvblocks.planner.summary import Question, summarise
 from kvblocks.planner.tables import print_summary
 from kvblocks.planner.weights import PARAMETER_BYTES, Weights
-from kvblocks.report import UserError, check_figure, format_bytes, print_table, write_json
+from kvblocks.report import UserError, check_figure, format_bytes, print_table, require, write_json
 from kvblocks.traces.readers import read_trace
 
 EXAMPLE: Final = (
@@ -153,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.plot is not None:
         check_figure(args.plot)
+        require("matplotlib")
     question = _question(args)
     pulled = list(levers(question.scenario, growth=args.growth))
     summary = summarise(question, pulled)
@@ -161,6 +162,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, summary)
     if summary["budget"]["short_by_bytes"]:
+        if args.plot is not None:
+            sys.stderr.write(f"kvblocks: {args.plot}: not drawn, as nothing fits\n")
         return 1
     if args.plot is not None:
         plot_levers(args.plot, pulled)
