@@ -5,7 +5,9 @@ FP8 and for one without. Both must give what NumPy and ml_dtypes compute, bit fo
 """
 
 import re
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -14,6 +16,7 @@ import pytest
 
 from kernels.emulator import CUDA, EmulatedLauncher
 from kernels.ptx.launcher import PtxLauncher
+from kernels.ptx.program import PtxError
 from kvblocks.kernels.specs import Instance, Kernel
 
 pytestmark = pytest.mark.cuda
@@ -21,7 +24,8 @@ pytestmark = pytest.mark.cuda
 SOURCE = Path(__file__).with_name("wrappers.cu")
 RECORD = np.dtype([("input", np.uint64), ("output", np.uint64), ("num_in", np.int32), ("num_out", np.int32)])
 NAN16, NAN32 = np.uint16(0x7FFF), np.uint32(0x7FFFFFFF)
-# The first has the instructions of FP8, the second not, the third another compiler before it.
+# The first device has the instructions of FP8, the second not, and runs warp after warp; the third has another
+# compiler.
 MACHINES = ("host", "compute_90", "compute_80", "compute_120")
 
 
@@ -34,14 +38,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+Run = Callable[..., np.ndarray]
+
+
 @pytest.fixture(params=MACHINES)
-def run(request: pytest.FixtureRequest, folder: Path) -> Callable[..., np.ndarray]:
+def run(request: pytest.FixtureRequest, folder: Path) -> Run:
+    """What `runner` gives, on a host or for a device."""
+    if request.param == "host":
+        return runner(EmulatedLauncher(folder=folder))
+    return runner(PtxLauncher(request.param, greedy=request.param == "compute_80", folder=folder))
+
+
+def runner(launcher: EmulatedLauncher | PtxLauncher) -> Run:
     """A function of a kernel, its input [threads, words] and num_out that gives the output [threads, num_out]."""
-    launcher = (
-        EmulatedLauncher(folder=folder)
-        if request.param == "host"
-        else PtxLauncher(request.param, folder=folder)
-    )
 
     def run_kernel(
         name: str,
@@ -103,21 +112,21 @@ def pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 # --- Where a thread is, barriers, exchange between lanes.
 
 
-def test_positions(run: Callable[..., np.ndarray]) -> None:
+def test_positions(run: Run) -> None:
     out = run("positions", np.zeros(3 * 5 * 2 * 64, np.uint32), 8, grid=(3, 5, 2)).reshape(2, 5, 3, 64, 8)
     z, y, x, thread = np.indices(out.shape[:-1])
     for index, expected in enumerate((thread, 64, x, y, z, 3, 5, 2)):
         np.testing.assert_array_equal(out[..., index], np.broadcast_to(expected, out.shape[:-1]))
 
 
-def test_barriers(run: Callable[..., np.ndarray]) -> None:
+def test_barriers(run: Run) -> None:
     given = words(np.random.default_rng(0), 4, 64)
     out = run("barrier", given.reshape(-1), 2).reshape(4, 64, 2)
     np.testing.assert_array_equal(out[..., 0], given[:, ::-1])
     np.testing.assert_array_equal(out[..., 1], given[:, ::-1][:, np.arange(64) ^ 9] + np.uint32(1))
 
 
-def test_shuffle_xor(run: Callable[..., np.ndarray]) -> None:
+def test_shuffle_xor(run: Run) -> None:
     given = words(np.random.default_rng(1), 32, 32)
     mask = np.arange(32)[:, None]
     out = run("shuffle", np.stack([given, np.broadcast_to(mask, given.shape)], -1).reshape(-1, 2), 2)
@@ -127,7 +136,7 @@ def test_shuffle_xor(run: Callable[..., np.ndarray]) -> None:
     np.testing.assert_array_equal(out[..., 1], given[:, lane ^ 16])
 
 
-def test_a_collective_waits_for_lanes_that_come_by_another_way(run: Callable[..., np.ndarray]) -> None:
+def test_a_collective_waits_for_lanes_that_come_by_another_way(run: Run) -> None:
     given = words(np.random.default_rng(2), 64, 2)
     given[:, 1] %= 9
     values = given[:, 0].copy()
@@ -137,13 +146,13 @@ def test_a_collective_waits_for_lanes_that_come_by_another_way(run: Callable[...
     same(run("shuffle_after_divergence", given), values[np.arange(64) ^ 1])
 
 
-def test_count_lanes(run: Callable[..., np.ndarray]) -> None:
+def test_count_lanes(run: Run) -> None:
     given = words(np.random.default_rng(3), 8, 32)
     given[0], given[1] = 0, 1
     same(run("count", given.reshape(-1)), (given & 1).sum(1, dtype=np.uint32).repeat(32))
 
 
-def test_atomics(run: Callable[..., np.ndarray]) -> None:
+def test_atomics(run: Run) -> None:
     given = words(np.random.default_rng(4), 4, 64)
     out = run("atomics", given.reshape(-1), 5).reshape(4, 64, 5)
     np.testing.assert_array_equal(out[..., 0], given.sum(1, dtype=np.uint32)[:, None].repeat(64, 1))
@@ -156,19 +165,19 @@ def test_atomics(run: Callable[..., np.ndarray]) -> None:
 # --- Memory.
 
 
-def test_vectors(run: Callable[..., np.ndarray]) -> None:
+def test_vectors(run: Run) -> None:
     given = words(np.random.default_rng(5), 64, 8)
     same(run("vectors", given, 8), np.roll(given, 4, axis=1))
 
 
-def test_asynchronous_copies(run: Callable[..., np.ndarray]) -> None:
+def test_asynchronous_copies(run: Run) -> None:
     given = words(np.random.default_rng(6), 64, 8)
     expected = given.copy()
     expected[np.arange(64) % 3 == 0, 4:] = 0
     same(run("copies", given, 8), expected[np.arange(64) ^ 1])
 
 
-def test_an_asynchronous_copy_is_poison_before_its_wait(run: Callable[..., np.ndarray]) -> None:
+def test_an_asynchronous_copy_is_poison_before_its_wait(run: Run) -> None:
     given = words(np.random.default_rng(7), 64, 4)
     same(run("copies_too_early", given), np.full(64, 0xFFFFFFFF, np.uint32))
 
@@ -177,7 +186,7 @@ def test_an_asynchronous_copy_is_poison_before_its_wait(run: Callable[..., np.nd
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_matrices_of_shared_memory(run: Callable[..., np.ndarray], transposed: bool) -> None:
+def test_matrices_of_shared_memory(run: Run, transposed: bool) -> None:
     rng = np.random.default_rng(8)
     elements = rng.integers(0, 2**16, (2, 32, 8), np.uint16)  # two warps, their rows
     order = np.stack([rng.permutation(32) for _ in range(2)])
@@ -198,7 +207,7 @@ def test_matrices_of_shared_memory(run: Callable[..., np.ndarray], transposed: b
 
 
 @pytest.mark.parametrize("name", ["f16", "bf16"])
-def test_products_of_matrices(run: Callable[..., np.ndarray], name: str) -> None:
+def test_products_of_matrices(run: Run, name: str) -> None:
     dtype = np.float16 if name == "f16" else ml_dtypes.bfloat16
     rng = np.random.default_rng(9)
     # Small integers: every order of summation gives the same.
@@ -235,7 +244,7 @@ def ulps(actual: np.ndarray, exact: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "exact", "limit"), [("exp2", np.exp2, 2), ("log", np.log, 2), ("tanh", np.tanh, 3)]
 )
-def test_functions(run: Callable[..., np.ndarray], name: str, exact: Callable, limit: float) -> None:
+def test_functions(run: Run, name: str, exact: Callable, limit: float) -> None:
     x = all_floats()[::7]
     actual = run(name, x, block=1024).view(np.float32)[:, 0]
     with np.errstate(all="ignore"):
@@ -250,14 +259,14 @@ def test_functions(run: Callable[..., np.ndarray], name: str, exact: Callable, l
     assert ulps(actual[~special], expected[~special]).max() <= limit
 
 
-def test_round_to_int(run: Callable[..., np.ndarray]) -> None:
+def test_round_to_int(run: Run) -> None:
     x = np.concatenate([all_floats()[::3], np.arange(-300, 301, dtype=np.float32) / 2])
     with np.errstate(invalid="ignore"):
         exact = np.where(np.isnan(x), 0, np.clip(np.rint(x.astype(np.float64)), -(2.0**31), 2.0**31 - 1))
     same(run("round", x, block=1024), exact.astype(np.int64).astype(np.int32))
 
 
-def test_max_f32(run: Callable[..., np.ndarray]) -> None:
+def test_max_f32(run: Run) -> None:
     edges = np.array(
         [-np.inf, -3.5, -1, -1e-40, -0.0, 0, 1e-40, 1, 3.5, np.inf, np.nan], np.float32
     )  # ascending
@@ -268,7 +277,7 @@ def test_max_f32(run: Callable[..., np.ndarray]) -> None:
     same(run("max", np.stack([edges[a], edges[b]], 1)), expected)
 
 
-def test_permute_bytes(run: Callable[..., np.ndarray]) -> None:
+def test_permute_bytes(run: Run) -> None:
     given = words(np.random.default_rng(10), 4096, 3)
     given[:, 2] &= 0x7777  # beyond it, bits repeat the sign, which no kernel uses
     both = np.concatenate([given[:, :1], given[:, 1:2]], 1).copy().view(np.uint8)
@@ -276,25 +285,25 @@ def test_permute_bytes(run: Callable[..., np.ndarray]) -> None:
     same(run("permute", given, block=1024), np.stack(picked, 1).copy().view(np.uint32)[:, 0])
 
 
-def test_f16_to_f32(run: Callable[..., np.ndarray]) -> None:
+def test_f16_to_f32(run: Run) -> None:
     bits = np.arange(2**16, dtype=np.uint16)
     values = bits.view(np.float16).astype(np.float32)
     same(run("from_f16", bits, block=1024), np.where(np.isnan(values), NAN32, values.view(np.uint32)))
 
 
-def test_f32_to_16_bits(run: Callable[..., np.ndarray]) -> None:
+def test_f32_to_16_bits(run: Run) -> None:
     x = all_floats()
     same(run("to_16_bits", x, block=1024), pair(half_bits(x), half_bits(x, ml_dtypes.bfloat16)))
 
 
-def test_f32_to_pairs(run: Callable[..., np.ndarray]) -> None:
+def test_f32_to_pairs(run: Run) -> None:
     x = all_floats()[::5]
     y = np.roll(x, 12345)
     expected = [pair(half_bits(x, dtype), half_bits(y, dtype)) for dtype in (np.float16, ml_dtypes.bfloat16)]
     same(run("to_pairs", np.stack([x, y], 1), 2, block=1024), np.stack(expected, 1))
 
 
-def test_arithmetic_of_pairs(run: Callable[..., np.ndarray]) -> None:
+def test_arithmetic_of_pairs(run: Run) -> None:
     bits = words(np.random.default_rng(11), 2**16, 2)
     bits[: 2**12] &= 0x83FF83FF  # denormal numbers
     low, high = (
@@ -306,7 +315,7 @@ def test_arithmetic_of_pairs(run: Callable[..., np.ndarray]) -> None:
     same(run("pairs", bits, 2, block=1024), np.stack([products, differences], 1))
 
 
-def test_f32_to_fp8(run: Callable[..., np.ndarray]) -> None:
+def test_f32_to_fp8(run: Run) -> None:
     """By the instruction where there is one, and by bit operations."""
     x = all_floats()
 
@@ -319,13 +328,72 @@ def test_f32_to_fp8(run: Callable[..., np.ndarray]) -> None:
     same(run("to_fp8", x, block=1024), np.concatenate([both, both], 1).view(np.uint32)[:, 0])
 
 
-def test_e4m3x2_to_f16x2(run: Callable[..., np.ndarray]) -> None:
+def test_e4m3x2_to_f16x2(run: Run) -> None:
     bits = np.arange(2**16, dtype=np.uint16)
     low, high = (
         half_bits((bits >> np.uint16(s)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
         for s in (0, 8)
     )
     same(run("from_fp8", bits, 2, block=1024), pair(low, high)[:, None].repeat(2, 1))
+
+
+# --- That the tests would notice: bugs in the device's branch, which no host ever runs.
+
+
+COMPAT = "include/kvblocks/device_compat.cuh"
+# name: (test, the text as it is, the bug)
+MUTATIONS: dict[str, tuple[Callable[[Run], None], str, str]] = {
+    "halves of a pair exchanged": (
+        test_f32_to_pairs,
+        '"f"(high), "f"(low));\n    return y;\n}\nKVB_DEVICE u32',
+        '"f"(low), "f"(high));\n    return y;\n}\nKVB_DEVICE u32',
+    ),
+    "truncation in place of rounding": (test_f32_to_16_bits, "cvt.rn.bf16.f32", "cvt.rz.bf16.f32"),
+    "fp8 of the wrong kind": (test_f32_to_fp8, "cvt.rn.satfinite.e5m2x2.f32", "cvt.rn.satfinite.e4m3x2.f32"),
+    "fp8 in the upper byte": (
+        test_f32_to_fp8,
+        'asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(0.0f), "f"(x));',
+        'asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(y) : "f"(0.0f), "f"(x));',
+    ),
+    "rounding towards zero": (test_round_to_int, "cvt.rni.s32.f32", "cvt.rzi.s32.f32"),
+    "matrices that are not transposed": (
+        partial(test_matrices_of_shared_memory, transposed=True),
+        "x4.trans.shared",
+        "x4.shared",
+    ),
+    "operands of a product in another order": (
+        partial(test_products_of_matrices, name="f16"),
+        '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));\n}\n// The same with bfloat16.',
+        '"r"(a[0]), "r"(a[2]), "r"(a[1]), "r"(a[3]), "r"(b0), "r"(b1));\n}\n// The same with bfloat16.',
+    ),
+    "words of a vector in another order": (
+        test_vectors,
+        '"st.global.v4.b32 [%0], {%1, %2, %3, %4};"',
+        '"st.global.v4.b32 [%0], {%2, %1, %3, %4};"',
+    ),
+    "a copy that reads what it must not": (test_asynchronous_copies, '"r"(num_valid)', '"r"(16)'),
+    "a wait that is one short": (test_asynchronous_copies, '"n"(pending)', '"n"(pending + 1)'),
+    "a shuffle of half a warp": (
+        test_shuffle_xor,
+        "return __shfl_xor_sync(0xFFFFFFFFu, value, lane_mask);\n}\nKVB_DEVICE u32",
+        "return __shfl_xor_sync(0xFFFFFFFFu, value, lane_mask, 16);\n}\nKVB_DEVICE u32",
+    ),
+    "a barrier that is none": (test_barriers, "    __syncthreads();", ""),
+    "a maximum that takes signs for numbers": (test_max_f32, "return fmaxf(a, b);", "return a > b ? a : b;"),
+    "arguments exchanged": (test_permute_bytes, "__byte_perm(a, b, selector)", "__byte_perm(b, a, selector)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_bug_in_the_device_branch_is_caught(name: str, tmp_path: Path) -> None:
+    test, text, bug = MUTATIONS[name]
+    shutil.copytree(CUDA, tmp_path, dirs_exist_ok=True)
+    shutil.copy(SOURCE, tmp_path)
+    source = (tmp_path / COMPAT).read_text()
+    assert source.count(text) == 1, f"{text!r} is there {source.count(text)} times"
+    (tmp_path / COMPAT).write_text(source.replace(text, bug))
+    with pytest.raises((AssertionError, PtxError)):
+        test(runner(PtxLauncher("compute_90", greedy=True, folder=tmp_path)))
 
 
 # --- That nothing is left out.

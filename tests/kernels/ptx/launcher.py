@@ -1,9 +1,9 @@
 """A launcher that runs kernels as NVRTC compiles them to PTX, block after block.
 
 Owns the order in which threads run. Imports the rest of the package and kvblocks' compiler and launcher's protocol.
-Invariant: all threads of a block that are at the same instruction execute it at once, those that are furthest behind
-first; a collective runs once all 32 lanes of a warp have come to it, and a barrier once all threads have. Addresses of
-global memory are those of the process; shared memory is a NumPy array, 0xFF at the start.
+Invariant: threads of a block that are at the same instruction execute it at once, those furthest behind first; a
+collective runs once all 32 lanes of a warp have come to it, and a barrier once all threads have. Addresses of global
+memory are those of the process; shared memory is a NumPy array, 0xFF at the start.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,16 @@ MAX_STEPS = 20_000_000
 class PtxLauncher:
     """Runs kernels on host memory, as NVRTC compiles them for an architecture: a launcher like the emulator's.
 
-    measure: count what each memory instruction asks for, in `traffic`. folder: another cuda/ folder.
+    measure: count what each memory instruction asks for, in `traffic`. greedy: a warp runs until it waits at a barrier,
+    which shows a barrier that is missing. folder: another cuda/ folder.
     """
 
-    def __init__(self, arch: str = "compute_90", *, measure: bool = False, folder: Path = CUDA) -> None:
+    def __init__(
+        self, arch: str = "compute_90", *, measure: bool = False, greedy: bool = False, folder: Path = CUDA
+    ) -> None:
         self.arch = arch
         self.folder = folder
+        self.greedy = greedy
         self.traffic: dict[Instruction, Traffic] | None = {} if measure else None
 
     def load(self, instance: Instance) -> Entry:
@@ -66,7 +70,7 @@ class PtxLauncher:
             shared.fill(0xFF)
             block = Block(function, threads, special | place, symbols, shared, mapped, self.traffic)
             with np.errstate(all="ignore"):
-                run(block)
+                run(block, greedy=self.greedy)
 
     def bind(
         self, function: Entry, grid: Grid, threads: int, shared_bytes: int, params: np.ndarray
@@ -87,18 +91,21 @@ class PtxLauncher:
 INSTRUCTIONS = {**arithmetic.INSTRUCTIONS, **memory.INSTRUCTIONS, **collectives.INSTRUCTIONS}
 
 
-def run(block: Block) -> None:
-    """Runs all threads of a block to their end. Raises PtxError."""
+def run(block: Block, *, greedy: bool = False) -> None:
+    """Runs all threads of a block to their end, a warp at a time as far as it can if greedy. Raises PtxError."""
     left = MAX_STEPS
     while left > 0:
         if not block.is_ready.any():
             if block.is_done.all():
                 break
             _pass_barrier(block)
-        at = int(block.pc[block.is_ready].min())
-        here = block.is_ready & (block.pc == at)
+        runs = block.is_ready
+        if greedy:
+            runs = runs & (block.every // WARP == np.argmax(runs) // WARP)
+        at = int(block.pc[runs].min())
+        here = runs & (block.pc == at)
         block.active = slice(None) if here.all() else np.flatnonzero(here)
-        behind = block.pc[block.is_ready & ~here]
+        behind = block.pc[runs & ~here]
         left = _run_until(block, at, int(behind.min()) if behind.size else None, left)
     else:
         raise PtxError(f"{block.entry.name}: {MAX_STEPS} steps without an end")
