@@ -6,6 +6,7 @@ Invariant: a `LayerCache` that exists has arrays of agreeing shape and dtype; a 
 (slot // block_size, slot % block_size) of that cache's own block size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -186,8 +187,15 @@ def _check_scales(
             raise ValueError(f"{name}_{kind}: shape {tuple(array.shape)}, a {part} cache needs {shape}")
 
 
-def allocate_host(config: CacheConfig, num_blocks: int) -> list[LayerCache]:
-    """One cache a layer in new host memory, of undefined contents; static scales are NaN until they are set."""
+def allocate_host(
+    config: CacheConfig,
+    num_blocks: int,
+    empty: Callable[[Shape, np.dtype[Any]], NDArray[Any]] = np.empty,
+) -> list[LayerCache]:
+    """One cache a layer in new host memory, of undefined contents; static scales are NaN until they are set.
+
+    empty: makes the arrays of codes.
+    """
 
     def scales(part: Format, dim: int) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         shape = part.scale_shape(num_blocks, config.block_size, config.num_kv_heads, dim)
@@ -201,8 +209,8 @@ def allocate_host(config: CacheConfig, num_blocks: int) -> list[LayerCache]:
         k_shape, v_shape = storage_shape(config, num_blocks, layer)
         caches.append(
             LayerCache(
-                np.empty(k_shape, kv_format.k.storage),
-                np.empty(v_shape, kv_format.v.storage),
+                empty(k_shape, kv_format.k.storage),
+                empty(v_shape, kv_format.v.storage),
                 kv_format,
                 config.block_size,
                 config.layout,

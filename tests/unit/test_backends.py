@@ -112,6 +112,14 @@ class TestCpu:
         with pytest.raises(ValueError, match=f"^KVBLOCKS_CPU_THREADS is {value!r}: expected "):
             CpuBackend()
 
+    def test_large_pools_are_aligned_and_empty_ones_cost_nothing(self) -> None:
+        """An attention kernel loads 64 bytes at a time: a row that straddles two lines costs two loads."""
+        (cache,) = CpuBackend().allocate(CacheConfig(1, 8, 128), 1 << 16)
+        for array in (cache.k, cache.v):
+            assert array.ctypes.data % (2 << 20) == 0
+            assert array.flags.writeable
+            assert not array[-1].any()
+
     @pytest.mark.parametrize("num_queries", [1, 3, 64])
     def test_the_number_of_threads_changes_no_bit(self, num_queries: int) -> None:
         rng = np.random.default_rng(0)

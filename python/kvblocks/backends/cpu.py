@@ -35,6 +35,8 @@ from kvblocks.backends.checks import (
 )
 from kvblocks.backends.codecs import Encoded, decode, encode, per_token
 from kvblocks.backends.numpy import NumpyBackend
+from kvblocks.backends.pages import empty
+from kvblocks.backends.tensors import as_numpy, like
 from kvblocks.config import LAYOUTS, CacheConfig, as_integer
 from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
 from kvblocks.layout import LayerCache, allocate_host, dtype_name, to_float32
@@ -83,12 +85,13 @@ class CpuBackend:
     def allocate(self, config: CacheConfig, num_blocks: int) -> list[LayerCache]:
         """See `Backend.allocate`."""
         check_config(_SUPPORTED, config, num_blocks)
-        return allocate_host(config, num_blocks)
+        return allocate_host(config, num_blocks, empty)
 
     def write(
         self, cache: LayerCache, k: NDArray[Any], v: NDArray[Any], slot_mapping: NDArray[np.int64]
     ) -> None:
         """See `Backend.write`."""
+        k, v, slot_mapping = map(as_numpy, (k, v, slot_mapping))
         check_write(_SUPPORTED, cache, k, v, slot_mapping)
         if cache.format.k.has_zero or cache.format.v.has_zero:
             # Groups are quantised once, as their last token leaves the residual: the specification is quick enough.
@@ -124,7 +127,17 @@ class CpuBackend:
         out: NDArray[Any] | None = None,
         lse: NDArray[np.float32] | None = None,
     ) -> NDArray[Any]:
-        """See `Backend.attend`. Time O(num_q_heads * queries * visible keys), memory O(num_q_heads)."""
+        """See `Backend.attend`. Time O(num_q_heads * queries * visible keys); tensors give a tensor.
+
+        Memory O(queries * num_q_heads * head_dim_v), and a little more where few queries have many keys.
+        """
+        given, result = q, out
+        q, block_tables, seq_lens, query_start_loc = map(
+            as_numpy, (q, block_tables, seq_lens, query_start_loc)
+        )
+        sinks, alibi_slopes, out, lse = map(as_numpy, (sinks, alibi_slopes, out, lse))
+        if tail is not None:
+            tail = Tail(*map(as_numpy, (tail.k, tail.v, tail.start_loc)))
         scale, window, soft_cap, out = check_attend(
             _SUPPORTED,
             cache,
@@ -175,10 +188,11 @@ class CpuBackend:
                 out[...] = out_buffer
             if lse is not None and lse_buffer is not None and lse_buffer is not lse:
                 lse[...] = lse_buffer
-        return out
+        return like(out, given) if result is None else result
 
     def copy_blocks(self, caches: Sequence[LayerCache], copies: NDArray[np.int32]) -> None:
         """See `Backend.copy_blocks`."""
+        copies = as_numpy(copies)
         check_copies(_SUPPORTED, caches, copies)
         with holding(reads=[copies], writes=[array for cache in caches for array in cache.block_arrays]):
             pairs = _flat(copies)
@@ -194,6 +208,7 @@ class CpuBackend:
         self, cache: LayerCache, block_table: NDArray[np.int32], seq_len: int
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.gather`."""
+        block_table = as_numpy(block_table)
         check_gather(_SUPPORTED, cache, block_table, seq_len)
         with holding(reads=(*_arrays(cache), block_table), writes=()):
             table = _plain(block_table)
@@ -212,6 +227,8 @@ class CpuBackend:
         lse_b: NDArray[np.float32],
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """See `Backend.merge_states`."""
+        given = out_a
+        out_a, lse_a, out_b, lse_b = map(as_numpy, (out_a, lse_a, out_b, lse_b))
         check_merge(_SUPPORTED, out_a, lse_a, out_b, lse_b)
         out, lse = np.empty(out_a.shape, out_a.dtype), np.empty(lse_a.shape, np.float32)
         with holding(reads=(out_a, lse_a, out_b, lse_b), writes=()):
@@ -223,12 +240,13 @@ class CpuBackend:
                 (_flat(out), _flat(lse)),
                 self._how,
             )
-        return out, lse
+        return like(out, given), like(lse, given)
 
     def quantize(
         self, x: NDArray[Any], kv_format: Format | str, scale: NDArray[np.float32] | float | str
     ) -> Encoded:
         """See `Backend.quantize`."""
+        x, scale = as_numpy(x), as_numpy(scale)
         part, scales = check_encode(_SUPPORTED, x, kv_format, scale)
         return encode(to_float32(x), part, scales)
 
@@ -240,6 +258,7 @@ class CpuBackend:
         zero: NDArray[Any] | None = None,
     ) -> NDArray[np.float32]:
         """See `Backend.dequantize`."""
+        codes, scale, zero = map(as_numpy, (codes, scale, zero))
         part = check_decode(_SUPPORTED, codes, kv_format, scale, zero)
         zero = None if zero is None else per_token(zero, part)
         return decode(codes, part, per_token(scale, part), zero)
