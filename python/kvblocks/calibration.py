@@ -66,18 +66,22 @@ class Calibration:
     def observe(self, layer: int, k: NDArray[Any], v: NDArray[Any]) -> None:
         """Take in K [num_tokens, num_kv_heads, head_dim] and V of a layer; all of a call, or nothing once frozen.
 
-        float32, float16 or bfloat16 bits. O(elements).
+        float32, float16 or bfloat16 bits. Raises ValueError for a layer or shapes that are not those of the config, and
+        has then taken in nothing. O(elements).
         """
+        if not 0 <= layer < len(self._frozen):
+            raise ValueError(f"layer is {layer}, expected 0..{len(self._frozen) - 1}")
         if self._frozen[layer]:
             return
+        for name, given, amax in (("k", k, self.k_amax[layer]), ("v", v, self.v_amax[layer])):
+            if given.shape != (len(k), *amax.shape):
+                raise ValueError(
+                    f"{name} of layer {layer} has shape {given.shape}, expected {(len(k), *amax.shape)}"
+                )
         for rows, amax, histogram in (
             (to_float32(k), self.k_amax[layer], self.k_histogram[layer]),
             (to_float32(v), self.v_amax[layer], self.v_histogram[layer]),
         ):
-            if rows.shape[1:] != amax.shape:
-                raise ValueError(
-                    f"rows of layer {layer} have shape {rows.shape}, expected (.., {amax.shape})"
-                )
             magnitude = np.where(np.isfinite(rows), np.abs(rows), np.float32(0))
             np.maximum(amax, magnitude.max(axis=0, initial=0.0), out=amax)
             bins = _bin_of(magnitude)
@@ -180,7 +184,9 @@ class Calibration:
         for name in _ARRAYS:
             array = getattr(calibration, name)
             try:
-                values = np.array(fields[name], array.dtype)
+                with np.errstate(over="ignore"):
+                    # Not by the constructor, which cuts fractions off.
+                    values = np.array(fields[name]).astype(array.dtype, casting="same_kind")
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}: {name}: missing or no array of numbers ({error})") from error
             if values.shape != array.shape:
@@ -224,6 +230,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not a JSON file: {error}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: line {error.lineno}: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: not a calibration: arrays within arrays without end") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: {type(fields).__name__}, expected a JSON object")
     return fields

@@ -1,6 +1,7 @@
 """`Calibration`: what it has seen, the scales that follow, and its files."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,19 @@ def test_files_with_numbers_that_are_none(tmp_path: Path) -> None:
     calibration, _, _ = make()
     path = tmp_path / "bad.json"
     calibration.save(path)
-    fields = json.loads(path.read_text())
-    fields["v_amax"][0][0][0] = -1
-    path.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"bad\.json: v_amax: expected finite numbers from 0 on"):
+    text = path.read_text()
+    for value in (-1, 1e300, math.nan):
+        fields = json.loads(text)
+        fields["v_amax"][0][0][0] = value
+        path.write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match=r"bad\.json: v_amax: expected finite numbers from 0 on"):
+            Calibration.load(path, CONFIG)
+    for value in (0.5, math.inf, 10**30):
+        path.write_text(json.dumps(json.loads(text) | {"num_tokens": [value, 1]}))
+        with pytest.raises(ValueError, match=r"bad\.json: num_tokens: missing or no array of numbers"):
+            Calibration.load(path, CONFIG)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"bad\.json: not a calibration"):
         Calibration.load(path, CONFIG)
     with pytest.raises(ValueError, match=r"absent\.json: No such file"):
         Calibration.load(tmp_path / "absent.json", CONFIG)
@@ -182,9 +192,17 @@ def test_refusals() -> None:
         calibration.scale("k", 0, part_of("int8:channel"), 99)
     with pytest.raises(ValueError, match="layer 0 has seen no tokens"):
         Calibration(CONFIG).scale("k", 0, part_of("int8:head"))
-    with pytest.raises(ValueError, match=r"rows of layer 0 have shape \(50, 3, 8\)"):
-        calibration.observe(0, v[0], v[0])
+    for layer, some_k, some_v, message in (
+        (2, k[0], v[0], r"layer is 2, expected 0\.\.1"),
+        (-1, k[0], v[0], r"layer is -1"),
+        (0, v[0], v[0], r"k of layer 0 has shape \(50, 3, 8\), expected \(50, 3, 16\)"),
+        (0, 2 * k[0], k[0], r"v of layer 0 has shape \(50, 3, 16\), expected \(50, 3, 8\)"),
+        (0, 2 * k[0], v[0, :9], r"v of layer 0 has shape \(9, 3, 8\), expected \(50, 3, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibration.observe(layer, some_k, some_v)
     assert calibration.k_amax.max() == np.abs(k).max()
+    assert calibration.k_histogram.sum() == k.size
 
 
 def test_a_cache_calibrates_and_another_one_takes_its_scales() -> None:
