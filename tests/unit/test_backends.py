@@ -214,3 +214,12 @@ class TestHolding:
         leave.set()
         thread.join()
         assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("name", list(BACKENDS)[:2])
+def test_a_pool_beyond_memory_is_a_memory_error(name: str) -> None:
+    config = CacheConfig(1, 64, 256, block_size=64)
+    with pytest.raises(MemoryError):
+        get_backend(name).allocate(config, 2**25)
+    with pytest.raises(ValueError, match="array is too big"):
+        get_backend(name).allocate(CacheConfig(1, 64, 256, block_size=2**20), 2**31 - 1)

@@ -33,7 +33,7 @@ from kvblocks.backends.checks import (
     check_merge,
     check_write,
 )
-from kvblocks.backends.codecs import Encoded, decode, encode, per_token
+from kvblocks.backends.codecs import Encoded, encode
 from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.backends.pages import empty
 from kvblocks.backends.tensors import as_numpy, like
@@ -260,8 +260,24 @@ class CpuBackend:
         """See `Backend.dequantize`."""
         codes, scale, zero = map(as_numpy, (codes, scale, zero))
         part = check_decode(_SUPPORTED, codes, kv_format, scale, zero)
-        zero = None if zero is None else per_token(zero, part)
-        return decode(codes, part, per_token(scale, part), zero)
+        num_tokens, num_heads, stored = codes.shape
+        values = np.empty(
+            (num_tokens, num_heads, stored * 8 * part.storage.itemsize // part.bits), np.float32
+        )
+        if values.size:
+            with holding(reads=(codes, scale, zero), writes=()):
+                # One block that holds all tokens.
+                block = _plain(codes)[None]
+                stored_part = _Part(part, block, block, scale, zero)
+                table = np.zeros(1, np.int32)
+                cpu_gather(
+                    (stored_part.storage(), stored_part.scales()),
+                    table,
+                    num_tokens,
+                    _flat(values),
+                    self._how,
+                )
+        return values
 
 
 def _arrays(cache: LayerCache) -> list[NDArray[Any]]:

@@ -20,12 +20,16 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
     Linux is then asked for huge pages (madvise), which save an attention kernel half of its waits for addresses; a
     system that does not give them, or another system, gives small ones. Pages become real when they are touched.
+    Raises MemoryError, or ValueError beyond the address space, as numpy.empty does.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _PAGE_BYTES or not hasattr(mmap, "MAP_PRIVATE"):
         return np.empty(shape, dtype)
     # A private mapping: shared ones, mmap's default, have huge pages on few systems.
-    mapping = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        return np.empty(shape, dtype)  # which says in the usual way that there is not so much
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel that was built without them refuses.
         with suppress(OSError):

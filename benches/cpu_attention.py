@@ -1,0 +1,173 @@
+"""Speed of the `cpu` backend beside a read of the same memory, the NumPy backend and, where installed, torch.
+
+Run it from the checkout on an idle machine: python benches/cpu_attention.py
+
+Decoding is 8 sequences of 2,048 tokens in shuffled blocks of 16, 32 query and 8 K/V heads of 128, on queries of
+the cache's dtype (bfloat16 for formats). Prefill is 512 queries on 2,048 keys. Conversions are of 2^22 elements.
+Every figure is the best of `--repeat` runs, and its ratios are to references that ran in turn with it.
+The NumPy backend is measured on one sequence, as it takes seconds for all.
+"""
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks._core import cpu_read_all
+from kvblocks.backends.cpu import CpuBackend
+from kvblocks.backends.numpy import NumpyBackend
+from kvblocks.config import CacheConfig
+from kvblocks.layout import LayerCache, from_float32
+
+NUM_SEQS, NUM_KEYS, NUM_QUERIES = 8, 2048, 512
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+NUM_ELEMENTS = 1 << 22
+DECODED = ["float32", "bfloat16", "fp8_e4m3", "int8", "int4"]
+
+
+def best(repeat: int, *calls: Callable[[], object]) -> list[float]:
+    """Seconds of each call, the best of some runs in turn."""
+    seconds = [float("inf")] * len(calls)
+    for _ in range(repeat):
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            seconds[index] = min(seconds[index], time.perf_counter() - start)
+    return seconds
+
+
+def filled(kv_format: str, num_seqs: int) -> tuple[LayerCache, NDArray[np.int32]]:
+    """A written cache of one layer, and shuffled tables."""
+    rng = np.random.default_rng(0)
+    num_blocks = num_seqs * NUM_KEYS // BLOCK_SIZE + 1
+    config = CacheConfig(1, NUM_KV_HEADS, HEAD_DIM, block_size=BLOCK_SIZE, kv_format=kv_format)
+    backend = CpuBackend()
+    (cache,) = backend.allocate(config, num_blocks)
+    rows = rng.standard_normal((cache.num_slots, NUM_KV_HEADS, HEAD_DIM), np.float32)
+    backend.write(cache, rows, rows, np.arange(len(rows)))
+    return cache, rng.permutation(np.arange(1, num_blocks, dtype=np.int32)).reshape(num_seqs, -1)
+
+
+def decode(kv_format: str, num_threads: int, repeat: int) -> tuple[float, float]:
+    """Seconds of a step, and of a read of its working set."""
+    cache, tables = filled(kv_format, NUM_SEQS)
+    backend = CpuBackend(num_threads=num_threads)
+    q = np.random.default_rng(1).standard_normal((NUM_SEQS, NUM_Q_HEADS, HEAD_DIM), np.float32)
+    q_own = from_float32(q, "float32" if kv_format == "float32" else "bfloat16")
+    lens, starts = np.full(NUM_SEQS, NUM_KEYS, np.int32), np.arange(NUM_SEQS + 1, dtype=np.int32)
+    words = [array.reshape(-1).view(np.uint8) for _, array in cache.named_arrays]
+    floats = [part[: part.size // 4 * 4].view(np.float32) for part in words]
+    how = (backend.simd, num_threads)
+    step, read = best(
+        repeat,
+        lambda: backend.attend(cache, q_own, tables, lens, starts),
+        lambda: [cpu_read_all(part, how) for part in floats],
+    )
+    return step, read
+
+
+def print_decode(threads: list[int], repeat: int) -> None:
+    """A row per format and number of threads."""
+    print("decode               tokens/s   GB/s   of the read   tokens/s of bfloat16")
+    num_bytes = {name: filled(name, 1)[0].nbytes * NUM_SEQS for name in DECODED}
+    for num_threads in threads:
+        measured = {name: decode(name, num_threads, repeat) for name in DECODED}
+        for name, (step, read) in measured.items():
+            print(
+                f"{name:11}{num_threads} threads{NUM_SEQS / step:9,.0f}{num_bytes[name] / step / 1e9:8.1f}"
+                f"{read / step:12.2f}x{measured['bfloat16'][0] / step:14.2f}x"
+            )
+
+
+def print_numpy(repeat: int) -> None:
+    """The specification on one sequence."""
+    cache, tables = filled("float32", 1)
+    q = np.ones((1, NUM_Q_HEADS, HEAD_DIM), np.float32)
+    args = (cache, q, tables, np.array([NUM_KEYS], np.int32), np.array([0, 1], np.int32))
+    cpu = CpuBackend(num_threads=1)
+    ours, theirs = best(repeat, lambda: cpu.attend(*args), lambda: NumpyBackend().attend(*args))
+    print(f"decode of one float32 sequence, 1 thread: {theirs / ours:.1f} times as fast as NumPy")
+
+
+def print_prefill(threads: list[int], repeat: int, torch: ModuleType | None) -> None:
+    """Beside torch on contiguous K and V with their heads repeated, whose mask is bottom-right as well."""
+    cache, tables = filled("float32", 1)
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((NUM_QUERIES, NUM_Q_HEADS, HEAD_DIM), np.float32)
+    args = (cache, q, tables, np.array([NUM_KEYS], np.int32), np.array([0, NUM_QUERIES], np.int32))
+    for num_threads in threads:
+        backend = CpuBackend(num_threads=num_threads)
+        calls: list[Callable[[], object]] = [partial(backend.attend, *args)]
+        if torch is not None:
+            torch.set_num_threads(num_threads)
+            k, v = (
+                torch.from_numpy(rows).permute(1, 0, 2)[None]
+                for rows in backend.gather(cache, tables[0], NUM_KEYS)
+            )
+            mask = torch.ones(NUM_QUERIES, NUM_KEYS, dtype=torch.bool).tril(NUM_KEYS - NUM_QUERIES)
+            attend = partial(
+                torch.nn.functional.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True
+            )
+            calls.append(partial(attend, torch.from_numpy(q).permute(1, 0, 2)[None], k, v))
+        ours, *theirs = best(repeat, *calls)
+        beside = "".join(f", {seconds / ours:.2f}x of torch" for seconds in theirs)
+        print(f"prefill in float32, {num_threads} threads: {ours * 1e3:.0f} ms{beside}")
+
+
+def print_conversion(repeat: int) -> None:
+    """GB of float32 a second, one thread, by write and gather with a static scale."""
+    backend = CpuBackend(num_threads=1)
+    config = CacheConfig(1, NUM_KV_HEADS, HEAD_DIM, block_size=BLOCK_SIZE, kv_format="fp8_e4m3:head")
+    num_slots = NUM_ELEMENTS // (NUM_KV_HEADS * HEAD_DIM)
+    (cache,) = backend.allocate(config, num_slots // BLOCK_SIZE)
+    for scale in (cache.k_scale, cache.v_scale):
+        assert scale is not None
+        scale.fill(0.01)
+    rows = np.random.default_rng(3).standard_normal((num_slots, NUM_KV_HEADS, HEAD_DIM), np.float32)
+    slots, table = np.arange(num_slots), np.arange(cache.num_blocks, dtype=np.int32)
+    write, gather, encode, decode = best(
+        repeat,
+        lambda: backend.write(cache, rows, rows, slots),
+        lambda: backend.gather(cache, table, num_slots),
+        lambda: backend.quantize(rows, "fp8_e4m3:head", 0.01),
+        lambda: backend.dequantize(
+            cache.k.reshape(num_slots, NUM_KV_HEADS, HEAD_DIM),
+            "fp8_e4m3:head",
+            np.full(NUM_KV_HEADS, 0.01, np.float32),
+        ),
+    )
+    for name, seconds, parts in (
+        ("write, float32 to e4m3", write, 2),
+        ("gather, e4m3 to float32", gather, 2),
+        ("quantize", encode, 1),
+        ("dequantize", decode, 1),
+    ):
+        print(f"{name}: {parts * rows.nbytes / seconds / 1e9:.2f} GB/s of float32, 1 thread")
+
+
+def main() -> None:
+    """Measure what is asked for, all by default."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="(default 1 2)")
+    parser.add_argument("--repeat", type=int, default=7, help="runs of which the best counts (default 7)")
+    args = parser.parse_args()
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError:
+        torch = None
+    print(
+        f"instructions: {CpuBackend().simd}; torch: {'not installed' if torch is None else torch.__version__}"
+    )
+    print_decode(args.threads, args.repeat)
+    print_numpy(args.repeat)
+    print_prefill(args.threads, args.repeat, torch)
+    print_conversion(args.repeat)
+
+
+if __name__ == "__main__":
+    main()
