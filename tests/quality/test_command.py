@@ -89,7 +89,7 @@ def test_the_exit_status_is_the_verdict_by_the_thresholds_that_were_given(
     [
         (["--formats", "int7"], "--formats: k_format is 'int7': expected one of"),
         (["--formats", "kivi2", "--block-size", "24"], "--formats: block_size is 24: k_format kivi2"),
-        (["--reference", "int8"], "--block-size"),
+        (["--reference", "int8"], "--reference, --block-size or --residual: dtype is 'int8'"),
         (["--windows", "90000"], "the text has"),
         (["--window-tokens", "16"], "--scored-after: first_scored is 16: expected 1..15"),
         (["--lengths", "20"], "a context of 20 tokens is too short"),
@@ -103,11 +103,16 @@ def test_the_exit_status_is_the_verdict_by_the_thresholds_that_were_given(
         ),
         (["--windows", "0", "--max-kl", "1"], "--max-kl is a threshold of what --windows 0 leaves out"),
         (["--json", "no-such-folder/result.json"], "there is no folder no-such-folder"),
+        (["--json", "."], ".: is a folder, expected the name of a file"),
         (["--plot", "grid.txt"], "grid.txt: expected a name that ends in .png"),
         (["--backend", "abacus"], "abacus"),
         (["--model", "smollm2"], "expected package.module:function"),
         (["--model", "no_such_module:f"], "there is no module no_such_module"),
         (["--model", f"{__package__}.tiny:nobody"], "has no function nobody"),
+        (
+            ["--model", f"{__package__}.tiny:past_its_cache"],
+            "attended to 0 layers of the cache in a step, its config has 2",
+        ),
         (["--model", f"{__package__}.tiny:not_a_model"], "returned str, expected a kvblocks.quality.Model"),
     ],
 )

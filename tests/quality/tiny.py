@@ -1,5 +1,7 @@
 """Models for the tests: a random one with a real cache, and one that is known by heart."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvblocks import CacheConfig
@@ -51,8 +53,20 @@ def counting(probability: float, vocab_size: int = 10) -> Model:
 
 
 def fake(forward: Forward) -> Model:
-    """A model without K and V."""
-    return Model("fake", forward, CacheConfig(1, 1, 8), 4096, lambda text: [ord(c) % 128 for c in text])
+    """A model whose K and V have no influence."""
+
+    def step(cache: CacheView, ids: IDS, rows: IDS) -> F32:
+        nothing = np.zeros((len(ids), 1, 8), np.float32)
+        cache.write(0, nothing, nothing)
+        cache.attend(0, nothing)
+        return forward(cache, ids, rows)
+
+    return Model("fake", step, CacheConfig(1, 1, 8), 4096, lambda text: [ord(c) % 128 for c in text])
+
+
+def past_its_cache() -> Model:
+    """A model that never looks at its cache."""
+    return replace(model(), forward=lambda cache, ids, rows: np.zeros((len(rows), 128), np.float32))
 
 
 def not_a_model() -> str:

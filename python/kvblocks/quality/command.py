@@ -161,7 +161,9 @@ def run(args: argparse.Namespace) -> int:
         report.check_figure(args.plot)
         report.require("matplotlib")
     model = load_model(args.model)
-    model = dataclasses.replace(model, config=_usable("--block-size", lambda: _config(model.config, args)))
+    model = dataclasses.replace(
+        model, config=_usable("--reference, --block-size or --residual", lambda: _config(model.config, args))
+    )
     variants = _usable("--formats", lambda: [_variant(name, model.config) for name in args.formats])
     ids = np.array(model.encode(read_text(args.text)), np.int64)
     text = grid = None
@@ -221,8 +223,12 @@ def _check(args: argparse.Namespace, *, has_text: bool) -> None:
             option, cause = name.replace("_", "-"), "--no-needle" if name == "min_needle" else "--windows 0"
             raise UserError(f"--{option} is a threshold of what {cause} leaves out")
     for path in (args.json, args.plot, args.calibrate):
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder, expected the name of a file")
 
 
 def _limits() -> list[str]:

@@ -21,7 +21,7 @@ from kvblocks.cache import PagedKVCache
 from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig
 from kvblocks.layout import Array
-from kvblocks.quality.model import F32, IDS, CacheView, Forward
+from kvblocks.quality.model import F32, IDS, Forward
 
 # (layer, k [num_tokens, num_kv_heads, head_dim], v) -> the K and V that are stored instead.
 Codec = Callable[[int, Array, Array], tuple[Array, Array]]
@@ -76,9 +76,7 @@ class Lane:
         )
         if variant.calibration is not None:
             self._cache.apply_scales(variant.calibration, variant.percent)
-        self._view: CacheView = (
-            self._cache if variant.codec is None else _CodedView(self._cache, variant.codec)
-        )
+        self._view = _View(self._cache, variant.codec)
 
     def run(
         self, tokens: IDS, first_row: int, progress: Callable[[int], None] = lambda _: None
@@ -105,7 +103,14 @@ class Lane:
                     raise RuntimeError(f"the pool of a lane is too small: {scheduled.refusal}")
                 first = min(max(start, first_row), stop)
                 rows = np.arange(num_seqs)[:, None] * (stop - start) + np.arange(first - start, stop - start)
+                self._view.attended.clear()
                 logits = self._forward(self._view, tokens[:, start:stop].reshape(-1), rows.reshape(-1))
+                # A model that goes past its cache would be the same over any format.
+                if len(self._view.attended) != self.variant.config.num_layers:
+                    raise ValueError(
+                        f"the model attended to {len(self._view.attended)} layers of the cache in a step, "
+                        f"its config has {self.variant.config.num_layers}"
+                    )
                 if logits.ndim != 2 or len(logits) != rows.size:
                     raise ValueError(
                         f"the model returned logits of shape {logits.shape} for {rows.size} rows: "
@@ -118,20 +123,22 @@ class Lane:
             manager.free(handles)
 
 
-class _CodedView:
-    """A cache in which a codec stands before every write."""
+class _View:
+    """A cache, with a codec before every write if there is one; it knows the layers that were attended to."""
 
-    def __init__(self, cache: PagedKVCache, codec: Codec) -> None:
+    def __init__(self, cache: PagedKVCache, codec: Codec | None) -> None:
         self._cache, self._codec = cache, codec
+        self.attended: set[int] = set()
 
     @property
     def step(self) -> Step:
         return self._cache.step
 
     def write(self, layer: int, k: Array, v: Array) -> None:
-        self._cache.write(layer, *self._codec(layer, k, v))
+        self._cache.write(layer, *((k, v) if self._codec is None else self._codec(layer, k, v)))
 
     def attend(self, layer: int, q: Array) -> Array:
+        self.attended.add(layer)
         return self._cache.attend(layer, q)
 
 
