@@ -692,7 +692,9 @@ class StepBuffers:
         changed columns only. append: add the rows to the step that the buffers hold, not padded yet, and
         answer for the whole of it; so that requests which hit what its rows publish when scheduled run in the
         same step. A row that would have to copy a block is then refused with `Later(0)`. Raises ValueError if
-        the batch, or under "fit" a single row, exceeds the buffers. O(sequences + tokens + changed columns).
+        the batch, or under "fit" a single row, exceeds the buffers, and for a sequence that the step has already;
+        append also if a row of the step was freed, preempted, committed, taken back or given other blocks since.
+        O(sequences of the step + tokens + changed columns).
         """
 
 # The kernels of rust/kvblocks-cpu, for kvblocks.backends.cpu, which checks their arguments. Arrays have one

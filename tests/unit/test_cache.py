@@ -132,3 +132,43 @@ def test_rows_appended_to_a_step_read_what_its_earlier_rows_write() -> None:
     assert cache.schedule(second.handle, 2, append=True).num_tokens == 42
     out = attend(cache, [*prompts[0], 98, 99])
     np.testing.assert_allclose(out[40:], expected, rtol=1e-6)
+
+
+def test_a_sequence_stands_in_a_step_once() -> None:
+    manager = kv.BlockManager(8, 4)
+    a = manager.allocate(manager.prepare(range(6))).handle
+    step = kv.Step(manager, max_seqs=4, max_tokens=16)
+    assert step.schedule(a, 3)
+    before = manager.stats(), manager.sequence(a)
+    with pytest.raises(ValueError, match="more than once"):
+        step.schedule(a, 3, append=True)
+    assert (manager.stats(), manager.sequence(a)) == before
+    assert step.seq_lens.tolist() == [3]
+
+
+@pytest.mark.parametrize("how", ["free", "preempt", "abort_step", "commit", "truncate", "drop_range"])
+def test_a_step_whose_rows_gave_blocks_back_takes_no_more_rows(how: str) -> None:
+    # What the first row would write is free: a row beside it would be given the same blocks.
+    manager = kv.BlockManager(4, 4)
+    a = manager.allocate(manager.prepare(range(4))).handle
+    step = kv.Step(manager, max_seqs=4, max_tokens=16)
+    step.schedule(a, 4)
+    manager.commit(a, 4)
+    assert step.schedule(a, 4)
+    b = manager.allocate(manager.prepare(range(9, 13))).handle
+    c = manager.fork(b).tolist()[0]
+    if how == "commit":
+        manager.commit(a, 1, [0])
+    elif how == "truncate":
+        manager.commit(a, 4, [0] * 4)
+        manager.truncate(a, 2)
+    elif how == "drop_range":
+        manager.drop_range(a, 0, 4)
+    else:
+        getattr(manager, how)(a)
+    before = manager.stats(), step.block_tables.tolist()
+    with pytest.raises(ValueError, match=r"^append finds row 0 of the step, sequence 0x1\d+, freed"):
+        step.schedule(b, 4, append=True)
+    assert (manager.stats(), step.block_tables.tolist()) == before
+    assert step.schedule([b, c], [4, 0])
+    assert step.schedule([], [], append=True).num_seqs == 2

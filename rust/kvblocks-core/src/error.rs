@@ -25,6 +25,18 @@ pub enum Error {
     /// The same sequence stands twice in one batch.
     #[error("handles names sequence {:#x} more than once", .0.0)]
     DuplicateHandle(SeqHandle),
+    /// A row of the step that rows are appended to is not in flight as the step shows it.
+    #[error(
+        "append finds row {row} of the step, sequence {:#x}, freed, preempted, committed, taken back or with other \
+         blocks since: schedule the step anew",
+        handle.0
+    )]
+    StaleRow {
+        /// Row of the step.
+        row: usize,
+        /// Its sequence when it was scheduled.
+        handle: SeqHandle,
+    },
     /// The prompt was prepared by another manager.
     #[error("the prompt was prepared by another block manager: prepare it with this one")]
     ForeignPrompt,

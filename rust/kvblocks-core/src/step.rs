@@ -18,7 +18,7 @@ use crate::prefetch::prefetch;
 use crate::sequence::{Sequence, MAX_IN_FLIGHT};
 use crate::sequences::SEQS_AHEAD;
 use crate::stats::note_evictions;
-use crate::step_arrays::StepArrays;
+use crate::step_arrays::{ShownRows, StepArrays};
 
 /// What to do with a batch that does not fit as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,7 +92,7 @@ impl Manager {
     /// than the arrays, too many steps in flight. A refusal under `Policy::All` leaves manager and arrays unchanged.
     /// O(rows + tokens + changed columns).
     pub fn schedule(&mut self, request: &StepRequest, out: &mut StepArrays) -> Result<Scheduled> {
-        let step = self.schedule_rows(request, out, true)?;
+        let step = self.schedule_rows(request, out, None)?;
         if step.refusal.is_none() || request.policy == Policy::Fit {
             self.note_step();
         }
@@ -104,7 +104,8 @@ impl Manager {
     ///
     /// As `schedule`, but for rows that would have to copy a block: the copies of one step are made at once, and what an
     /// earlier row copies from may have been given back since. Such a row is refused with `Later`, 0 blocks short. The
-    /// step must not be padded yet. O(rows + tokens + changed columns).
+    /// step must not be padded yet, and its rows must be in flight with the tables that it shows: a block that one of them
+    /// has given back since could be written by a new row as well. O(rows of both + tokens + changed columns).
     pub fn append(
         &mut self,
         request: &StepRequest,
@@ -116,7 +117,8 @@ impl Manager {
             pad_tokens: request.pad_tokens.saturating_sub(step.num_tokens),
             ..*request
         };
-        let more = self.schedule_rows(&rest, &mut out.behind(step), false)?;
+        let (shown, mut rest_of_arrays) = out.split(step);
+        let more = self.schedule_rows(&rest, &mut rest_of_arrays, Some(shown))?;
         if more.refusal.is_some() && request.policy == Policy::All {
             return Ok(Scheduled { refusal: more.refusal, ..*step });
         }
@@ -135,10 +137,10 @@ impl Manager {
         &mut self,
         request: &StepRequest,
         out: &mut StepArrays,
-        may_copy: bool,
+        shown: Option<ShownRows>,
     ) -> Result<Scheduled> {
-        let most_rows = self.check_step(request, out)?;
-        let (num_seqs, refusal) = self.plan_step(request, most_rows, may_copy);
+        let most_rows = self.check_step(request, out, shown)?;
+        let (num_seqs, refusal) = self.plan_step(request, most_rows, shown.is_none());
         if refusal.is_some() && request.policy == Policy::All {
             return Ok(Scheduled { refusal, ..Scheduled::default() });
         }
@@ -217,7 +219,12 @@ impl Manager {
 
     /// Check the batch, and leave the rows that need something of the pool in `self.plan`, their needs open. Returns how
     /// many rows the arrays hold: all, or under `Policy::Fit` the longest prefix.
-    fn check_step(&mut self, request: &StepRequest, out: &StepArrays) -> Result<usize> {
+    fn check_step(
+        &mut self,
+        request: &StepRequest,
+        out: &StepArrays,
+        shown: Option<ShownRows>,
+    ) -> Result<usize> {
         let rows = request.handles.len();
         request.num_new.check("num_new", rows)?;
         request.lookahead.check("lookahead", rows)?;
@@ -235,6 +242,9 @@ impl Manager {
         fits("pad_seqs", request.pad_seqs, max_seqs, "sequences of the step")?;
         fits("pad_tokens", request.pad_tokens, max_tokens, "tokens of the step")?;
         self.next_batch();
+        if let Some(shown) = shown {
+            self.check_shown(shown)?;
+        }
         self.plan.clear();
         // For the largest step of these arrays, so that only the first one allocates.
         self.plan.reserve(rows.max(max_seqs));
@@ -261,6 +271,20 @@ impl Manager {
         let most_rows = ends.take_while(|&end| end <= max_tokens).count();
         self.plan.retain(|plan| plan.row < most_rows);
         Ok(most_rows)
+    }
+
+    /// Check that the rows of a step are as they were scheduled, and count them as seen in this batch.
+    fn check_shown(&mut self, shown: ShownRows) -> Result<()> {
+        for (row, (state, &len)) in shown.rows.iter().zip(shown.seq_lens).enumerate() {
+            let seq = self.seqs.get_mut(state.handle()).filter(|seq| {
+                seq.in_flight.newest().is_some() && seq.scheduled == len as u32 && state.shows(seq)
+            });
+            let Some(seq) = seq else {
+                return Err(Error::StaleRow { row, handle: state.handle() });
+            };
+            seq.seen = self.batch;
+        }
+        Ok(())
     }
 
     /// Check the leading rows that simply go on in their blocks; returns how many.

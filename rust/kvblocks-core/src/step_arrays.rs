@@ -20,6 +20,25 @@ pub struct RowState {
     num_cols: u32,
 }
 
+impl RowState {
+    /// Of the sequence.
+    pub(crate) fn handle(self) -> SeqHandle {
+        self.handle
+    }
+
+    /// Whether the row shows this table of its sequence.
+    pub(crate) fn shows(self, seq: &Sequence) -> bool {
+        self.epoch == seq.epoch && self.num_cols == seq.num_cols
+    }
+}
+
+/// The rows of a step that the arrays hold.
+#[derive(Clone, Copy)]
+pub(crate) struct ShownRows<'a> {
+    pub rows: &'a [RowState],
+    pub seq_lens: &'a [i32],
+}
+
 /// The caller's index arrays. `rows` belongs to `block_tables`: default values where a row holds only padding.
 pub struct StepArrays<'a> {
     /// int32 `[max_seqs, max_blocks]`, rows `max_blocks` apart.
@@ -182,22 +201,25 @@ impl StepArrays<'_> {
         }
     }
 
-    /// What is left of the arrays behind a step that they hold; there are no copies behind it.
-    pub(crate) fn behind(&mut self, step: &Scheduled) -> StepArrays<'_> {
-        StepArrays {
+    /// The rows of a step that the arrays hold, and what is left of the arrays behind it; there are no copies behind it.
+    pub(crate) fn split(&mut self, step: &Scheduled) -> (ShownRows<'_>, StepArrays<'_>) {
+        let (rows, rows_behind) = self.rows.split_at_mut(step.num_seqs);
+        let (seq_lens, lens_behind) = self.seq_lens.split_at_mut(step.num_seqs);
+        let behind = StepArrays {
             block_tables: &mut self.block_tables[step.num_seqs * self.max_blocks..],
             max_blocks: self.max_blocks,
             slot_mapping: &mut self.slot_mapping[step.num_tokens..],
             positions: &mut self.positions[step.num_tokens..],
-            seq_lens: &mut self.seq_lens[step.num_seqs..],
+            seq_lens: lens_behind,
             query_start_loc: &mut self.query_start_loc[step.num_seqs..],
             copies: &mut [],
             changes: &mut self.changes[3 * step.num_changes..],
-            rows: &mut self.rows[step.num_seqs..],
-        }
+            rows: rows_behind,
+        };
+        (ShownRows { rows, seq_lens }, behind)
     }
 
-    /// Count what was scheduled `behind` a step from the beginning of that step.
+    /// Count what was scheduled behind a step from the beginning of that step.
     pub(crate) fn join(&mut self, step: &Scheduled, more: &Scheduled, pad_seqs: usize) {
         let starts = &mut self.query_start_loc[step.num_seqs..][..=more.num_seqs.max(pad_seqs)];
         starts.iter_mut().for_each(|start| *start += step.num_tokens as i32);

@@ -9,11 +9,11 @@ mod naive;
 use std::collections::HashMap;
 
 use kvblocks_core::{
-    AdmissionOptions, Algorithm, BlockHasher, BlockId, Config, Counts, Freed, FullHit, KeyValue, Keys,
+    AdmissionOptions, Algorithm, BlockHasher, BlockId, Config, Counts, Error, Freed, FullHit, KeyValue, Keys,
     Manager, Outcome, Policy, Prompt, Publish, Reuse, RowState, Scheduled, SeqHandle, Spare, StepArrays,
     StepRequest, TransferHandle, Usage,
 };
-use naive::{Ask, Behind, Naive, Name};
+use naive::{Ask, Behind, Naive, Name, Seq};
 use proptest::prelude::*;
 use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
 
@@ -267,6 +267,9 @@ struct Test {
     step: Buffers,
     /// What `step` holds.
     held: Scheduled,
+    held_rows: Vec<(Name, SeqHandle, Seq)>,
+    /// A truncate or drop_range came since.
+    was_cut: bool,
     is_padded: bool,
     freed: Vec<SeqHandle>,
     transfers: HashMap<u32, TransferHandle>,
@@ -380,18 +383,25 @@ impl Test {
             num_tokens: held.num_tokens,
             is_appended: layout.is_appended && !self.is_padded,
         };
+        let is_stale = behind.is_appended && !self.holds_step_beside(&batch);
         let mut schedule = |step: &mut Buffers| match behind.is_appended {
             true => self.manager.append(&request, &mut step.arrays(), &held),
             false => self.manager.schedule(&request, &mut step.arrays()),
         };
-        if self.reference.naive.schedule_error(&batch, fit, behind) {
-            schedule(&mut self.step).unwrap_err();
+        let shown = self.step.block_tables.clone();
+        let result = schedule(&mut self.step);
+        if is_stale || self.reference.naive.schedule_error(&batch, fit, behind) {
+            result.unwrap_err();
+            return;
+        }
+        if matches!(result, Err(Error::StaleRow { .. })) {
+            // Cut or dropped since, to the same table: refused too.
+            assert!(behind.is_appended && self.was_cut);
             return;
         }
         let starts: Vec<_> = batch.iter().map(|row| self.reference.naive.seqs[&row.0].scheduled).collect();
         let (expected_rows, expected_refusal) = self.reference.naive.schedule(&batch, fit, behind);
-        let shown = self.step.block_tables.clone();
-        let mut step = schedule(&mut self.step).unwrap();
+        let mut step = result.unwrap();
         assert_eq!((step.num_seqs, step.refusal), (held.num_seqs + expected_rows, expected_refusal));
         self.check_changes(shown, held.num_changes..step.num_changes);
         if step.refusal.is_some() && !fit {
@@ -399,6 +409,11 @@ impl Test {
             return;
         }
         (self.held, self.is_padded) = (step, layout.is_padded);
+        self.was_cut &= behind.is_appended;
+        self.held_rows.truncate(held.num_seqs);
+        let naive = &self.reference.naive;
+        let rows = batch.iter().zip(&handles).take(expected_rows);
+        self.held_rows.extend(rows.map(|(row, &handle)| (row.0, handle, naive.seqs[&row.0].clone())));
         if behind.is_appended {
             assert_eq!(step.num_copies, held.num_copies);
             step.num_copies = 0; // made already
@@ -413,6 +428,16 @@ impl Test {
             let padding = &self.step.block_tables[rows * MAX_BLOCKS..];
             assert!(padding.iter().all(|&block| block == self.manager.padding()));
         }
+    }
+
+    /// Whether the rows of the step are in flight as it shows them, and none of them is in the batch.
+    fn holds_step_beside(&self, batch: &[(Name, usize, usize, Vec<u32>)]) -> bool {
+        self.held_rows.iter().all(|(name, handle, shown)| {
+            let seq = self.reference.naive.seqs.get(name).filter(|_| self.handles.get(name) == Some(handle));
+            seq.is_some_and(|seq| {
+                !seq.in_flight.is_empty() && seq.scheduled == shown.scheduled && seq.table == shown.table
+            }) && batch.iter().all(|row| row.0 != *name)
+        })
     }
 
     /// Whoever applies the changes to an old copy of the tables gets the new ones.
@@ -670,6 +695,8 @@ impl StateMachineTest for Test {
             histories: HashMap::new(),
             storage: HashMap::new(),
             held: Scheduled::default(),
+            held_rows: Vec::new(),
+            was_cut: false,
             is_padded: false,
             freed: Vec::new(),
             transfers: HashMap::new(),
@@ -677,6 +704,7 @@ impl StateMachineTest for Test {
     }
 
     fn apply(mut test: Test, _: &Reference, call: Call) -> Test {
+        test.was_cut |= matches!(call, Call::Truncate { .. } | Call::DropRange { .. } | Call::Reorder { .. });
         match call {
             Call::Allocate { tokens, options } => {
                 let prompt = test.manager.preparer().prepare(tokens, keys(options.namespace)).unwrap();

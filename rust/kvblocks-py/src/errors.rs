@@ -40,6 +40,7 @@ pub fn to_python(error: Error) -> PyErr {
         }
         Error::Preempted(_) => PreemptedError::new_err(text),
         Error::DuplicateHandle(_)
+        | Error::StaleRow { .. }
         | Error::ForeignPrompt
         | Error::Length { .. }
         | Error::Value { .. }
