@@ -61,6 +61,7 @@ class FakeCupy:
     attributes: list[tuple[int, int, int]] = field(default_factory=list)
     # (stream that an event was recorded on, None), (stream that waited, event).
     waits: list[tuple[int, int | None]] = field(default_factory=list)
+    synchronised: list[int] = field(default_factory=list)
     num_modules: int = 0
     ndarray: type = FakeArray
     is_run: bool = True
@@ -162,6 +163,9 @@ class _FakeStream:
     def __init__(self, cupy: FakeCupy, address: int) -> None:
         self._cupy = cupy
         self.ptr = address
+
+    def synchronize(self) -> None:
+        self._cupy.synchronised.append(self.ptr)
 
     def wait_event(self, event: SimpleNamespace) -> None:
         self._cupy.waits.append((self.ptr, event.ptr))

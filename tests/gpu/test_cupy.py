@@ -216,6 +216,15 @@ class TestBackend:
         step()
         assert len(cupy.launches) == 2 * num_launches
 
+    def test_a_table_is_there_before_another_stream_meets_it(
+        self, cupy: FakeCupy, backend: DeviceBackend
+    ) -> None:
+        (cache,) = backend.allocate(CacheConfig(1, 2, 16, block_size=4), 6)
+        cupy.current_stream = SOME_STREAM
+        for copies in ([[2, 5]], [[1, 4]]):
+            backend.copy_blocks([cache], cupy.asarray(np.array(copies, np.int32)))
+        assert cupy.synchronised == [SOME_STREAM]
+
     def test_wrong_values_are_read_on_request(self, cupy: FakeCupy, backend: DeviceBackend) -> None:
         (cache,) = backend.allocate(CacheConfig(1, 2, 16, block_size=4), 6)
         k, v, slots, *_ = self.step(cupy.asarray)

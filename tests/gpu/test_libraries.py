@@ -127,6 +127,21 @@ def test_host_arrays_are_refused(cupy: FakeCupy) -> None:
         gpu.layer_cache(np.zeros((6, 4, 2, 16)), v, "float32")
 
 
+@pytest.mark.parametrize(("address", "expected"), [(0, "default of 1"), (0xBEEF, "external 48879 of 1")])
+def test_the_null_stream_is_torchs_default_one(
+    monkeypatch: pytest.MonkeyPatch, address: int, expected: str
+) -> None:
+    """An external stream of address 0 is one of torch's pool, on which nothing would be ordered with the call."""
+    cuda = SimpleNamespace(
+        ExternalStream=lambda stream, device: f"external {stream} of {device}",
+        default_stream=lambda device: f"default of {device}",
+        stream=lambda stream: stream,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "torch._C", SimpleNamespace())
+    assert libraries.TorchLibrary().on(address, 1) == expected
+
+
 def test_warmup(cupy: FakeCupy) -> None:
     from kvblocks.config import CacheConfig
 

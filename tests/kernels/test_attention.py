@@ -10,8 +10,11 @@ import pytest
 from conformance.harness import Harness
 from conformance.scene import Scene, load, lse_close, make_scene, rows_close, store
 from kernels.emulator import SCHEDULES, emulated_backend
+from kvblocks.backends.attention import plan_attention
 from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.config import CacheConfig
+from kvblocks.kernels import params
+from kvblocks.kernels.specs import DTYPES
 from kvblocks.layout import LayerCache
 
 pytestmark = pytest.mark.cuda
@@ -278,6 +281,27 @@ class TestSplits:
             with pytest.raises(ValueError, match=f"split_size is {size}: expected a multiple of 64"):
                 emulated_backend("emulated", "forward", size)
 
+    def test_more_splits_than_a_grid_has_are_refused(self) -> None:
+        scene = make_scene(harness(split_size=64), dims=(64, 64), dtype="float16", seq_lens=(1,))
+        table = np.broadcast_to(scene.block_tables[:, :1], (1, 65_536 * 64))
+        with pytest.raises(ValueError, match=r"^split_size is 64: \d+ splits of \d+ keys, at most 65535$"):
+            scene.harness.backend.attend(scene.cache, scene.q, table, scene.seq_lens, scene.query_start_loc)
+
+
+class TestPlans:
+    @pytest.mark.parametrize(("shared_kib", "row_warps"), [(227, "4"), (99, "1"), (64, None)])
+    def test_less_shared_memory_means_smaller_tiles(self, shared_kib: int, row_warps: str | None) -> None:
+        """Chunked prefill of rows of 192 on devices of 227 and of 99 KiB a block."""
+        (cache,) = NUMPY.allocate(CacheConfig(1, 1, 192, head_dim_v=128, dtype="bfloat16"), 2)
+        record = np.zeros((), params.ATTEND)
+        record["num_tokens"], record["num_seqs"], record["max_blocks"] = 128, 1, 2
+        record["num_q_heads"] = record["num_kv_heads"] = 1
+        record["q_dtype"] = DTYPES["bfloat16"]
+        record["k_is_vector"] = record["v_is_vector"] = 1
+        plan = plan_attention(record, cache, 132, shared_kib * 1024, None)
+        assert dict(plan.instance.defines).get("KVB_ROW_WARPS") == row_warps
+        assert plan.shared_bytes <= shared_kib * 1024
+
 
 class TestLatents:
     """MLA: one latent of 576 elements a token, of which the first 512 are V; every head reads it."""
@@ -476,6 +500,19 @@ class TestWrongValues:
         out, _ = scene.attend()
         assert message in scene.harness.backend.first_error()
         assert out[0].tobytes() == clean[0].tobytes(), "another row was harmed"
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
+    def test_starts_that_do_not_ascend_write_nowhere_else(self, dtype: str) -> None:
+        """A block must not take a sequence whose tiles begin beyond it: its rows would be before the batch."""
+        scene = make_scene(harness(), seq_lens=(33,) * 8, query_lens=(8,) * 8, dtype=dtype, dims=(64, 64))
+        scene.query_start_loc[:] = [0, 10, 20, 30, 40, 50, -1000, -1000, -1000]
+        whole = np.full((3, *scene.q.shape), 7, scene.q.dtype)
+        scene.harness.backend.attend(
+            scene.cache, scene.q, scene.block_tables, scene.seq_lens, scene.query_start_loc, out=whole[1]
+        )
+        assert "does not ascend" in scene.harness.backend.first_error()
+        assert (whole[0] == 7).all()
+        assert (whole[2] == 7).all()
 
     def test_copies_and_moves(self) -> None:
         backend = emulated_backend()

@@ -124,7 +124,8 @@ KVB_DEVICE Tile find_tile(const AttendParams& params, i32 rows_of_tile) {
     tile.first_row = static_cast<i32>(block_x() - first_tile) * rows_of_tile;
     const i32 start = params.query_start_loc[tile.seq];
     const i32 end = tile.seq < params.num_seqs ? params.query_start_loc[tile.seq + 1] : params.num_tokens;
-    if (start < 0 || end > params.num_tokens || start > end) {
+    // Where starts do not ascend, the block may have found a sequence whose tiles begin beyond it.
+    if (start < 0 || end > params.num_tokens || start > end || block_x() < first_tile) {
         report_error(params.error, error_query_len, tile.seq, 0, start);
         return tile;
     }

@@ -19,6 +19,7 @@ from kvblocks.layout import Array, LayerCache
 # Keys of a split are at least this many, and splits at most so many: more would cost more than they save.
 _SMALLEST_SPLIT_TOKENS: Final = 256
 _MOST_SPLITS: Final = 64
+_MOST_BLOCKS_OF_Z: Final = 65_535
 # Blocks of an attention kernel that an SM holds: what the register budget of specs leaves room for.
 _BLOCKS_PER_SM: Final = 3
 
@@ -89,7 +90,6 @@ def _row_warps(record: Record, seen: LayerCache, group: int, max_shared_bytes: i
     """
     kv_dtype, q_dtype = seen.format.k.name, int(record["q_dtype"])
     rows = group * -(-int(record["num_tokens"]) // max(1, int(record["num_seqs"])))
-    row_warps = 4 if rows > 32 else 1
     if (
         kv_dtype == "float32"
         or q_dtype not in (DTYPES[name] for name in _exact(kv_dtype))
@@ -99,14 +99,24 @@ def _row_warps(record: Record, seen: LayerCache, group: int, max_shared_bytes: i
         or rows <= 2
     ):
         return 0
-    shared = specs.mma_shared_bytes(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps)
-    return row_warps if shared <= max_shared_bytes else 0
+    # A device with little shared memory takes the small tiles, which the large ones would not fit beside their keys.
+    fitting = (
+        row_warps
+        for row_warps in ((4, 1) if rows > 32 else (1,))
+        if specs.mma_shared_bytes(kv_dtype, seen.head_dim, seen.head_dim_v, row_warps) <= max_shared_bytes
+    )
+    return next(fitting, 0)
 
 
 def _num_splits(num_busy_blocks: int, max_keys: int, num_multiprocessors: int, split_size: int | None) -> int:
     """Blocks that share a row's keys: the fewest that fill the device's waves nearly as well as any number does."""
     if split_size is not None:
-        return max(1, -(-max_keys // split_size))
+        num_splits = max(1, -(-max_keys // split_size))
+        if num_splits > _MOST_BLOCKS_OF_Z:
+            raise ValueError(
+                f"split_size is {split_size}: {num_splits} splits of {max_keys} keys, at most {_MOST_BLOCKS_OF_Z}"
+            )
+        return num_splits
     slots = num_multiprocessors * _BLOCKS_PER_SM
     most = max(1, min(_MOST_SPLITS, max_keys // _SMALLEST_SPLIT_TOKENS))
 

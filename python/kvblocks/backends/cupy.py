@@ -192,7 +192,10 @@ class CupyMemory:
             "a table would be uploaded inside a capture: run the call once before it"
         )
         with self._launcher.guard():
-            return self._cupy.asarray(array)
+            uploaded = self._cupy.asarray(array)
+            # Tables are kept for later calls, which may come on another stream.
+            self._cupy.cuda.get_current_stream(self._index).synchronize()
+        return uploaded
 
     def download(self, array: Array) -> NDArray[Any]:
         """See `Memory.download`. Raises CaptureError inside a capture."""

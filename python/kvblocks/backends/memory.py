@@ -31,7 +31,7 @@ class Memory(Protocol):
         """A new array of zeros."""
 
     def upload(self, array: NDArray[Any]) -> Array:
-        """A copy of a host array."""
+        """A copy of a host array, there for every stream; waits for it to arrive."""
 
     def download(self, array: Array) -> NDArray[Any]:
         """A copy on the host; waits for the device."""

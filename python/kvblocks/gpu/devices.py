@@ -18,7 +18,7 @@ from kvblocks.gpu.libraries import Library, library_of
 from kvblocks.gpu.plans import ALIGNMENT, Plan, Planner
 from kvblocks.layout import Array, LayerCache
 
-# Prefill comes in as many shapes as there are lengths: the plans used least recently go.
+# Prefill comes in as many shapes as there are lengths: the oldest plans go.
 _MOST_PLANS: Final = 512
 
 

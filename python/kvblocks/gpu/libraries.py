@@ -183,7 +183,9 @@ class TorchLibrary:
     def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
         """See `Library.on`."""
         cuda = self._torch.cuda
-        context: AbstractContextManager[Any] = cuda.stream(cuda.ExternalStream(stream, device=device))
+        # An external stream of address 0 would be one of torch's pool.
+        named = cuda.ExternalStream(stream, device=device) if stream else cuda.default_stream(device)
+        context: AbstractContextManager[Any] = cuda.stream(named)
         return context
 
     def planning_on(self, stream: int, device: int) -> AbstractContextManager[Any]:
