@@ -117,8 +117,11 @@ class Step:
 
         The step's copies must run, for all layers, before its K/V is written.
         """
-        member = self._now if options.get("append") else self._now.next
-        scheduled = member.schedule(handles, num_new, **options)
+        member = self._now if options and options.get("append") else self._now.next
+        # Most steps have no options, and a call without them takes a shorter way through the interpreter.
+        scheduled = (
+            member.schedule(handles, num_new, **options) if options else member.schedule(handles, num_new)
+        )
         if scheduled or options.get("policy") == "fit":
             member.scheduled = scheduled
             member.options = options

@@ -22,8 +22,15 @@ impl Manager {
         counts.check("counts", handles.len())?;
         self.next_batch();
         let (mut num_unknown, mut num_accepted) = (0, 0);
-        for (row, &handle) in handles.iter().enumerate() {
-            self.seqs.prefetch(handles.get(row + SEQS_AHEAD));
+        let mut row = 0;
+        loop {
+            let num_plain = match counts {
+                Counts::All(count) => self.check_plain_rows(&handles[row..], |_| count),
+                Counts::Each(counts) => self.check_plain_rows(&handles[row..], |at| counts[row + at]),
+            };
+            (num_unknown, num_accepted) = (num_unknown + num_plain, num_accepted + num_plain);
+            row += num_plain;
+            let Some(&handle) = handles.get(row) else { break };
             let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
             if seq.seen == self.batch {
                 return Err(Error::DuplicateHandle(handle));
@@ -41,6 +48,7 @@ impl Manager {
             }
             num_unknown += (seq.num_computed() + count).saturating_sub(seq.num_known());
             num_accepted += count;
+            row += 1;
         }
         let all_given = ids.len() == num_accepted && num_accepted > num_unknown;
         if all_given {
@@ -50,7 +58,10 @@ impl Manager {
         }
         let (mut row, mut rest) = (0, ids);
         loop {
-            let num_plain = self.accept_plain_rows(&handles[row..], |at| counts.at(row + at), rest);
+            let num_plain = match counts {
+                Counts::All(count) => self.accept_plain_rows(&handles[row..], |_| count, rest),
+                Counts::Each(counts) => self.accept_plain_rows(&handles[row..], |at| counts[row + at], rest),
+            };
             (row, rest) = (row + num_plain, &rest[num_plain..]);
             self.publish_filled();
             let Some(&handle) = handles.get(row) else { break };
@@ -82,13 +93,33 @@ impl Manager {
         Ok(())
     }
 
+    /// Check the leading rows that are plain; returns how many. Asks for what accepting them reads and writes.
+    #[inline(never)]
+    fn check_plain_rows(&mut self, handles: &[SeqHandle], counts: impl Fn(usize) -> i32) -> usize {
+        let (batch, size, seqs) = (self.batch, self.size, &mut self.seqs);
+        for (at, &handle) in handles.iter().enumerate() {
+            seqs.prefetch(handles.get(at + SEQS_AHEAD));
+            let Some(seq) = seqs.get_mut(handle) else { return at };
+            let Some(step) = seq.in_flight.oldest() else { return at };
+            if seq.seen == batch || !seq.is_plain(step, counts(at)) {
+                return at;
+            }
+            seq.seen = batch;
+            self.pool.prefetch_token(step.block, seq.computed);
+            if size.offset(seq.num_computed()) + 1 == size.get() {
+                seq.prefetch_tip();
+            }
+        }
+        handles.len()
+    }
+
     /// Accept the leading rows that are plain, given what follows of the ids; returns how many. A plain row has one token,
     /// whose block is at hand and whose id was not known. Those that fill their block are left in `self.filled`.
     #[inline(never)]
     fn accept_plain_rows(
         &mut self,
         handles: &[SeqHandle],
-        counts: impl Fn(usize) -> usize,
+        counts: impl Fn(usize) -> i32,
         ids: &[u32],
     ) -> usize {
         // Slots written, of neighbours in the same namespace.
@@ -97,11 +128,7 @@ impl Manager {
             let seq = &mut self.seqs[handle];
             let Some(step) = seq.in_flight.oldest() else { break };
             let offset = self.size.offset(seq.num_computed());
-            let is_plain = counts(num_plain) == 1
-                && step.block != BlockId::HOLE
-                && seq.computed >= seq.prompted
-                && !self.merge;
-            if !is_plain {
+            if self.merge || !seq.is_plain(step, counts(num_plain)) {
                 break;
             }
             if seq.namespace != namespace {
@@ -261,6 +288,12 @@ fn release_retired(seq: &mut Sequence, pool: &mut Pool, left: impl Fn(usize) -> 
 }
 
 impl Sequence {
+    /// Whether the oldest step puts one token, whose id is to be given, into a block at hand.
+    #[inline]
+    fn is_plain(&self, step: InFlight, count: i32) -> bool {
+        count == 1 && step.block != BlockId::HOLE && self.computed >= self.prompted
+    }
+
     /// Room in the table for the next blocks, so that scheduling never allocates.
     fn keep_room_to_grow(&mut self) {
         if self.blocks.capacity() - self.blocks.len() < 4 {

@@ -17,6 +17,7 @@ use crate::sequence::{Cursors, Sequence};
 use crate::sequences::Sequences;
 use crate::stats::{Counters, Series};
 use crate::step::RowPlan;
+use crate::step_arrays::PlainRow;
 use crate::transfer::Transfer;
 
 /// How much of a prompt a full hit leaves to compute.
@@ -126,6 +127,8 @@ pub struct Manager {
     pub(crate) hits: Vec<BlockId>,
     /// Scratch of a step: the rows that need something from the pool.
     pub(crate) plan: Vec<RowPlan>,
+    /// Scratch of a step: what its arrays are to hold of the other rows.
+    pub(crate) plain: Vec<PlainRow>,
     /// Scratch of a commit: sequences that have filled a block, and its digest.
     pub(crate) filled: Vec<(SeqHandle, Digest)>,
     /// Tables of ended sequences, to be used again.
@@ -185,6 +188,7 @@ impl Manager {
             batch: 0,
             hits: Vec::new(),
             plan: Vec::new(),
+            plain: Vec::new(),
             filled: Vec::new(),
             spare_tables: Vec::new(),
         })

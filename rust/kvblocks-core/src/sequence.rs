@@ -310,6 +310,14 @@ impl Sequence {
         slot
     }
 
+    /// Take the last `advance` back, and the slot that was reserved with it.
+    pub fn retreat(&mut self) {
+        self.in_flight.pop_newest();
+        self.scheduled -= 1;
+        self.reserved -= 1;
+        self.room += 1;
+    }
+
     /// Blocks that the table names, holes not counted, and what else is counted for it.
     pub fn share_now(&self, size: BlockSize) -> Share {
         let blocks = self.blocks.len() - self.num_holes;

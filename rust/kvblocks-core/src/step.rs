@@ -6,7 +6,8 @@
 //! a source is owned by others or goes last in line for eviction, so it is never a destination of the same step.
 //!
 //! Nearly all rows of a decode step need nothing from the pool: their next slots lie in a block that they alone own.
-//! Such a row is known by its sequence's `room` and is not planned; only the others are looked at closely.
+//! Such a row is known by its sequence's `room`. Its cursors move while it is checked, and back if the step is refused
+//! or ends before it; what its arrays are to hold waits until that is known. Only the others are looked at closely.
 
 use std::ops::Range;
 
@@ -18,7 +19,7 @@ use crate::prefetch::prefetch;
 use crate::sequence::{Sequence, MAX_IN_FLIGHT};
 use crate::sequences::SEQS_AHEAD;
 use crate::stats::note_evictions;
-use crate::step_arrays::{ShownRows, StepArrays};
+use crate::step_arrays::{PlainRow, RowState, ShownRows, StepArrays};
 
 /// What to do with a batch that does not fit as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +64,7 @@ pub struct Scheduled {
     pub refusal: Option<Refusal>,
 }
 
-/// What a row needs that its sequence does not have.
+/// What a row that is not plain needs that its sequence does not have.
 #[derive(Clone, Copy)]
 pub(crate) struct RowPlan {
     row: usize,
@@ -74,6 +75,8 @@ pub(crate) struct RowPlan {
 /// How a row gets to write into the block that its next token shares with earlier ones.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Tail {
+    /// It may already, and needs no block: there is nothing to plan.
+    Ready,
     /// It may already, or the token opens a block.
     Writable,
     /// Others own the block too: copy it, and leave it to them (the plan has already).
@@ -142,22 +145,22 @@ impl Manager {
         let most_rows = self.check_step(request, out, shown)?;
         let (num_seqs, refusal) = self.plan_step(request, most_rows, shown.is_none());
         if refusal.is_some() && request.policy == Policy::All {
+            self.retreat(request.handles, 0..most_rows);
             return Ok(Scheduled { refusal, ..Scheduled::default() });
+        }
+        if num_seqs < most_rows {
+            self.retreat(request.handles, num_seqs..most_rows);
         }
         let mut step = Scheduled { num_seqs, refusal, ..Scheduled::default() };
         out.query_start_loc[0] = 0;
         let (mut row, mut num_planned) = (0, 0);
         loop {
-            if self.publish == Publish::OnCommit {
-                row += out.write_plain_rows(&mut self.seqs, request, row..num_seqs, self.size, &mut step);
-            }
-            if row == num_seqs {
-                break;
-            }
-            let plan = self.plan.get(num_planned).copied().filter(|plan| plan.row == row);
-            num_planned += usize::from(plan.is_some());
-            self.schedule_row(request, row, plan, &mut step, out);
-            row += 1;
+            let plan = self.plan.get(num_planned).copied().filter(|plan| plan.row < num_seqs);
+            let end = plan.map_or(num_seqs, |plan| plan.row);
+            out.write_plain_rows(&self.plain[row - num_planned..end - num_planned], row, &mut step);
+            let Some(plan) = plan else { break };
+            self.schedule_row(request, plan, &mut step, out);
+            (row, num_planned) = (end + 1, num_planned + 1);
         }
         if !self.pool.holds.is_empty() {
             // A transfer may own what comes next: ask the pool each time.
@@ -173,15 +176,15 @@ impl Manager {
     fn schedule_row(
         &mut self,
         request: &StepRequest,
-        row: usize,
-        plan: Option<RowPlan>,
+        plan: RowPlan,
         step: &mut Scheduled,
         out: &mut StepArrays,
     ) {
+        let row = plan.row;
         let (padding, handle) = (self.padding(), request.handles[row]);
         let seq = &mut self.seqs[handle];
         let (num_new, lookahead) = (request.num_new.at(row), request.lookahead.at(row));
-        if let Some(plan) = plan {
+        if plan.tail != Tail::Ready {
             let evictions = self.pool.evictions;
             if let Some((src, dst)) = make_tail_writable(seq, &mut self.pool, plan.tail) {
                 out.copies[2 * step.num_copies] = src.0 as i32;
@@ -204,7 +207,7 @@ impl Manager {
         out.write_slots(step.num_tokens, seq, num_new, self.size);
         seq.reserved = seq.reserved.max(seq.scheduled + lookahead as u32);
         // Both sides of the cursor moved alike and no block came: nothing that is counted has changed.
-        if seq.reserved - seq.scheduled != ahead || plan.is_some() {
+        if seq.reserved - seq.scheduled != ahead || plan.tail != Tail::Ready {
             settle(seq, &mut self.counters, &mut self.pool);
         }
         step.max_blocks = step.max_blocks.max(seq.num_cols as usize);
@@ -217,8 +220,8 @@ impl Manager {
         }
     }
 
-    /// Check the batch, and leave the rows that need something of the pool in `self.plan`, their needs open. Returns how
-    /// many rows the arrays hold: all, or under `Policy::Fit` the longest prefix.
+    /// Check the batch. Plain rows are scheduled then and left in `self.plain`, the others are left in `self.plan`, their
+    /// needs open. Returns how many rows the arrays hold: all, or under `Policy::Fit` the longest prefix.
     fn check_step(
         &mut self,
         request: &StepRequest,
@@ -248,21 +251,36 @@ impl Manager {
         self.plan.clear();
         // For the largest step of these arrays, so that only the first one allocates.
         self.plan.reserve(rows.max(max_seqs));
+        if self.plain.len() < max_seqs {
+            self.plain.resize(max_seqs, PlainRow::default());
+        }
         let (mut row, mut num_tokens) = (0, 0);
         loop {
-            row += self.check_ready_rows(request, row..rows, &mut num_tokens, out);
+            if self.publish == Publish::OnCommit {
+                let num_plain = self.advance_plain_rows(request, row..rows, num_tokens, out);
+                (row, num_tokens) = (row + num_plain, num_tokens + num_plain);
+            }
             if row == rows {
                 break;
             }
-            self.check_row(request, row, out)?;
-            self.plan.push(RowPlan { row, num_new_blocks: 0, tail: Tail::Writable });
+            match self.check_row(request, row, out) {
+                Ok(tail) => self.plan.push(RowPlan { row, num_new_blocks: 0, tail }),
+                Err(error) => {
+                    self.retreat(request.handles, 0..row);
+                    return Err(error);
+                }
+            }
             num_tokens += request.num_new.at(row);
             row += 1;
         }
         if !may_cut {
-            fits("sum of num_new", num_tokens, max_tokens, "tokens of the step")?;
+            if let Err(error) = fits("sum of num_new", num_tokens, max_tokens, "tokens of the step") {
+                self.retreat(request.handles, 0..rows);
+                return Err(error);
+            }
             return Ok(rows);
         }
+        // No plain row lies behind them.
         let mut end = 0;
         let ends = (0..rows.min(max_seqs)).map(|row| {
             end += request.num_new.at(row);
@@ -287,65 +305,94 @@ impl Manager {
         Ok(())
     }
 
-    /// Check the leading rows that simply go on in their blocks; returns how many.
-    fn check_ready_rows(
+    /// Schedule the leading `rows` that are plain; returns how many. A plain row has one new token, in a block that the
+    /// sequence may write, it keeps its distance to what is reserved, and its row shows its table: nothing changes but
+    /// its cursors, which `retreat` can take back.
+    fn advance_plain_rows(
         &mut self,
         request: &StepRequest,
         rows: Range<usize>,
-        num_tokens: &mut usize,
+        num_tokens: usize,
         out: &StepArrays,
     ) -> usize {
-        match (request.num_new, request.lookahead) {
+        let most = rows.len().min(out.slot_mapping.len().saturating_sub(num_tokens));
+        let shown = out.rows.get(rows.start..).unwrap_or_default();
+        let shown = &shown[..most.min(shown.len())];
+        let first = rows.start;
+        let handles = &request.handles[rows];
+        let mut plain = std::mem::take(&mut self.plain);
+        let to = plain.get_mut(first - self.plan.len()..).unwrap_or_default();
+        // One loop for the same counts in all rows, one for the others.
+        let num_plain = match (request.num_new, request.lookahead) {
             (Counts::All(num_new), Counts::All(lookahead)) => {
-                self.check_ready(&request.handles[rows], num_tokens, out, |_| {
-                    [num_new as u32, lookahead as u32]
-                })
+                self.advance_plain(handles, shown, to, |_| [num_new as u32, lookahead as u32])
             }
-            (num_new, lookahead) => {
-                let first = rows.start;
-                self.check_ready(&request.handles[rows], num_tokens, out, |at| {
-                    [num_new.at(first + at) as u32, lookahead.at(first + at) as u32]
-                })
-            }
-        }
+            (num_new, lookahead) => self.advance_plain(handles, shown, to, |at| {
+                [num_new.at(first + at) as u32, lookahead.at(first + at) as u32]
+            }),
+        };
+        self.plain = plain;
+        num_plain
     }
 
     #[inline(never)]
-    fn check_ready(
+    fn advance_plain(
         &mut self,
         handles: &[SeqHandle],
-        num_tokens: &mut usize,
-        out: &StepArrays,
+        shown: &[RowState],
+        to: &mut [PlainRow],
         counts: impl Fn(usize) -> [u32; 2],
     ) -> usize {
-        let (batch, max_cols) = (self.batch, out.max_blocks.min(u32::MAX as usize) as u32);
-        let max_tokens = out.slot_mapping.len().min(u32::MAX as usize) as u32;
-        for (at, &handle) in handles.iter().enumerate() {
+        let (batch, size, seqs) = (self.batch, self.size, &mut self.seqs);
+        for (at, ((&handle, shown), to)) in handles.iter().zip(shown).zip(to).enumerate() {
             let [num_new, lookahead] = counts(at);
-            self.seqs.prefetch(handles.get(at + SEQS_AHEAD));
-            let Some(seq) = self.seqs.get_mut(handle) else { return at };
-            let is_ready = seq.seen != batch
-                && num_new > 0
-                && num_new + lookahead <= seq.room
-                && num_new <= max_tokens
-                && seq.num_cols <= max_cols
-                && seq.in_flight.len() < MAX_IN_FLIGHT;
-            if !is_ready {
+            seqs.prefetch(handles.get(at + SEQS_AHEAD));
+            let Some(seq) = seqs.get_mut(handle) else { return at };
+            let is_plain = num_new == 1
+                && lookahead < seq.room
+                && seq.seen != batch
+                && seq.reserved == seq.scheduled + lookahead
+                && seq.in_flight.len() < MAX_IN_FLIGHT
+                && shown.handle() == handle
+                && shown.shows(seq);
+            if !is_plain {
                 return at;
             }
             seq.seen = batch;
-            *num_tokens += num_new as usize;
+            let (position, num_cols) = (seq.scheduled as i32, seq.num_cols);
+            *to = PlainRow { slot: seq.advance(size) as i64, position, num_cols };
+            seq.reserved += 1;
         }
-        handles.len()
+        shown.len()
     }
 
-    /// Check any other row.
-    fn check_row(&mut self, request: &StepRequest, row: usize, out: &StepArrays) -> Result<()> {
+    /// Take back the plain ones of `rows`: those that are not planned.
+    #[cold]
+    fn retreat(&mut self, handles: &[SeqHandle], rows: Range<usize>) {
+        let first = rows.start;
+        let mut planned = self.plan.iter().map(|plan| plan.row).skip_while(|&row| row < first).peekable();
+        for row in rows {
+            if planned.next_if_eq(&row).is_none() {
+                self.seqs[handles[row]].retreat();
+            }
+        }
+    }
+
+    /// Check any other row; returns whether it is ready or, being to be planned, said to be writable for now.
+    fn check_row(&mut self, request: &StepRequest, row: usize, out: &StepArrays) -> Result<Tail> {
         let handle = request.handles[row];
         let capacity = self.capacity();
         let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
         check_member(seq, handle, self.batch, true)?;
         let (num_new, max_tokens) = (request.num_new.at(row), out.slot_mapping.len());
+        let is_ready = num_new > 0
+            && num_new + request.lookahead.at(row) <= seq.room as usize
+            && num_new <= max_tokens
+            && seq.num_cols as usize <= out.max_blocks
+            && seq.in_flight.len() < MAX_IN_FLIGHT;
+        if is_ready {
+            return Ok(Tail::Ready);
+        }
         let wrong =
             |argument, got: usize, expected| Err(Error::Row { argument, row, got: got as i64, expected });
         if request.policy == Policy::Fit && num_new > max_tokens {
@@ -375,7 +422,7 @@ impl Manager {
         }
         seq.prefetch_table();
         prefetch(out.block_tables, row * out.max_blocks + num_cols);
-        Ok(())
+        Ok(Tail::Writable)
     }
 
     /// Fill in `self.plan`; returns how many of `most_rows` fit and why the next row does not. Owners that will copy a
@@ -391,6 +438,10 @@ impl Manager {
         let mut refusal = (most_rows < request.handles.len()).then_some(Refusal::Later { num_blocks: 0 });
         let (mut need, mut num_planned, mut num_rows) = (0, 0, most_rows);
         for plan in &mut self.plan {
+            if plan.tail == Tail::Ready {
+                num_planned += 1;
+                continue;
+            }
             let seq = &self.seqs[request.handles[plan.row]];
             let num_new = request.num_new.at(plan.row);
             let columns = self.size.blocks(seq.num_scheduled() + num_new + request.lookahead.at(plan.row));
@@ -429,14 +480,14 @@ impl Manager {
                 self.pool.release(block);
             }
         }
-        self.plan.truncate(num_planned);
+        let planned = &mut self.plan[..num_planned];
         if refusal.is_some() && request.policy == Policy::All {
-            for plan in self.plan.iter().filter(|plan| plan.tail == Tail::CopyShared) {
+            for plan in planned.iter().filter(|plan| plan.tail == Tail::CopyShared) {
                 let tail = self.seqs[request.handles[plan.row]].partial_tail(self.size);
                 tail.into_iter().for_each(|block| self.pool.share(block));
             }
         } else if need < available {
-            let published = self.plan.iter_mut().filter(|plan| plan.tail == Tail::Withdraw);
+            let published = planned.iter_mut().filter(|plan| plan.tail == Tail::Withdraw);
             published.take(available - need).for_each(|plan| plan.tail = Tail::CopyPublished);
         }
         (num_rows, refusal)
@@ -445,7 +496,7 @@ impl Manager {
 
 /// Let `seq` write into its partly filled tail block; returns the copy to make.
 fn make_tail_writable(seq: &mut Sequence, pool: &mut Pool, tail: Tail) -> Option<(BlockId, BlockId)> {
-    if tail == Tail::Writable {
+    if matches!(tail, Tail::Ready | Tail::Writable) {
         return None;
     }
     let column = pool.block_size.column(seq.num_scheduled());

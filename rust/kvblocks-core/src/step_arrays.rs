@@ -1,15 +1,11 @@
 //! The index arrays of a step, as the caller owns them, and what is written into each row. Imports `block_size`, `ids`,
-//! `sequence`, `sequences`.
+//! `sequence`.
 //!
 //! Invariant: a row of `block_tables` shows what its `RowState` says, so that only what differs is written.
 
-use std::ops::Range;
-
 use crate::block_size::BlockSize;
 use crate::ids::{BlockId, SeqHandle};
-use crate::manager::Counts;
 use crate::sequence::{InFlight, Sequence};
-use crate::sequences::Sequences;
 use crate::step::{Scheduled, StepRequest};
 
 /// What stands in a row of `block_tables`, so that an unchanged prefix is not written again.
@@ -22,11 +18,13 @@ pub struct RowState {
 
 impl RowState {
     /// Of the sequence.
+    #[inline]
     pub(crate) fn handle(self) -> SeqHandle {
         self.handle
     }
 
     /// Whether the row shows this table of its sequence.
+    #[inline]
     pub(crate) fn shows(self, seq: &Sequence) -> bool {
         self.epoch == seq.epoch && self.num_cols == seq.num_cols
     }
@@ -37,6 +35,14 @@ impl RowState {
 pub(crate) struct ShownRows<'a> {
     pub rows: &'a [RowState],
     pub seq_lens: &'a [i32],
+}
+
+/// What the arrays are to hold of a plain row, kept until no row of the step can be refused any more.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct PlainRow {
+    pub slot: i64,
+    pub position: i32,
+    pub num_cols: u32,
 }
 
 /// The caller's index arrays. `rows` belongs to `block_tables`: default values where a row holds only padding.
@@ -62,69 +68,21 @@ pub struct StepArrays<'a> {
 }
 
 impl StepArrays<'_> {
-    /// Schedule the leading `rows` that are plain; returns how many. A plain row has one new token, in a block that the
-    /// sequence may write, it keeps its distance to what is reserved, and its row shows its table: nothing changes but
-    /// its cursors.
-    pub(crate) fn write_plain_rows(
-        &mut self,
-        seqs: &mut Sequences,
-        request: &StepRequest,
-        rows: Range<usize>,
-        size: BlockSize,
-        step: &mut Scheduled,
-    ) -> usize {
-        // One loop for the same counts in all rows, one for the others.
-        match (request.num_new, request.lookahead) {
-            (Counts::All(num_new), Counts::All(lookahead)) => {
-                self.write_plain(seqs, request.handles, rows, size, step, |_| {
-                    [num_new as u32, lookahead as u32]
-                })
-            }
-            (num_new, lookahead) => self.write_plain(seqs, request.handles, rows, size, step, |row| {
-                [num_new.at(row) as u32, lookahead.at(row) as u32]
-            }),
+    /// Write the rows from `first` on, which are plain and have been scheduled.
+    #[inline]
+    pub(crate) fn write_plain_rows(&mut self, plain: &[PlainRow], first: usize, step: &mut Scheduled) {
+        let (num_rows, num_tokens) = (plain.len(), step.num_tokens);
+        let slots = self.slot_mapping[num_tokens..].iter_mut().zip(&mut self.positions[num_tokens..]);
+        let rows = self.seq_lens[first..].iter_mut().zip(&mut self.query_start_loc[first + 1..]);
+        let (mut end, mut max_cols) = (num_tokens as i32, step.max_blocks as u32);
+        for ((row, (slot, position)), (len, start)) in plain.iter().zip(slots).zip(rows) {
+            end += 1;
+            (*slot, *position) = (row.slot, row.position);
+            (*len, *start) = (row.position + 1, end);
+            max_cols = max_cols.max(row.num_cols);
         }
-    }
-
-    #[inline(never)]
-    fn write_plain(
-        &mut self,
-        seqs: &mut Sequences,
-        handles: &[SeqHandle],
-        rows: Range<usize>,
-        size: BlockSize,
-        step: &mut Scheduled,
-        counts: impl Fn(usize) -> [u32; 2],
-    ) -> usize {
-        let (first, num_tokens) = (rows.start, step.num_tokens);
-        // Slices of one length, so that the loop checks one bound.
-        let most = rows.len().min(self.slot_mapping.len() - num_tokens);
-        let handles = &handles[rows][..most];
-        let shown = &self.rows[first..][..most];
-        let slots = &mut self.slot_mapping[num_tokens..][..most];
-        let positions = &mut self.positions[num_tokens..][..most];
-        let lens = &mut self.seq_lens[first..][..most];
-        let ends = &mut self.query_start_loc[first + 1..][..most];
-        let (mut at, mut max_cols) = (0, step.max_blocks as u32);
-        while at < most {
-            let (handle, [num_new, lookahead]) = (handles[at], counts(first + at));
-            let seq = &mut seqs[handle];
-            let shows_table = shown[at] == RowState { handle, epoch: seq.epoch, num_cols: seq.num_cols };
-            let keeps_distance = seq.reserved == seq.scheduled + lookahead;
-            if num_new != 1 || lookahead >= seq.room || !keeps_distance || !shows_table {
-                break;
-            }
-            positions[at] = seq.scheduled as i32;
-            slots[at] = seq.advance(size) as i64;
-            seq.reserved += 1;
-            lens[at] = seq.scheduled as i32;
-            max_cols = max_cols.max(seq.num_cols);
-            at += 1;
-            ends[at - 1] = (num_tokens + at) as i32;
-        }
-        step.num_tokens += at;
+        step.num_tokens += num_rows;
         step.max_blocks = max_cols as usize;
-        at
     }
 
     /// Bring a row up to date, from the first column that may differ; returns whether one did, noted as change number
@@ -139,7 +97,7 @@ impl StepArrays<'_> {
         at: usize,
     ) -> bool {
         let state = self.rows[row];
-        if state.handle == handle && state.epoch == seq.epoch && state.num_cols == seq.num_cols {
+        if state.handle == handle && state.shows(seq) {
             return false;
         }
         let shown = state.num_cols as usize;
