@@ -723,6 +723,13 @@ _Part: TypeAlias = tuple[_Storage, _Scales]
 def cpu_write(cache: _Storage, scales: _Scales, rows: _Rows, slots: NDArray[np.int64], how: _How) -> None:
     """Store rows in K or V: cache (array, dtype, geometry), rows (array, dtype)."""
 
+def cpu_survey(
+    rows: _Rows, sizes: tuple[int, int], scales: _Scales, limit: float, how: _How
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Of rows (array, dtype) of num_heads and head_dim, by head: the largest finite magnitudes, and how many values lie
+    limit scales or more away from 0.
+    """
+
 def cpu_attend(
     q: tuple[_Elements, str, int],
     k: _Part,

@@ -6,6 +6,7 @@ Invariant: arguments pass the shared checks before a kernel sees them; the kerne
 memory, and a copy only of what is not contiguous.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -19,6 +20,7 @@ from kvblocks._core import (
     cpu_gather,
     cpu_merge_states,
     cpu_simd,
+    cpu_survey,
     cpu_write,
 )
 from kvblocks.backends.base import Supported, Tail
@@ -33,7 +35,7 @@ from kvblocks.backends.checks import (
     check_merge,
     check_write,
 )
-from kvblocks.backends.codecs import Encoded, encode
+from kvblocks.backends.codecs import Encoded, amax_of, encode, scale_of
 from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.backends.pages import empty
 from kvblocks.backends.tensors import as_numpy, like
@@ -43,6 +45,13 @@ from kvblocks.layout import LayerCache, allocate_host, dtype_name, to_float32
 
 # More than any machine has; a larger number is a mistake.
 _MOST_THREADS = 1024
+
+# Scales from 0 at which a value lies beyond the largest code by half a step or more; e4m3's half is still rounded down.
+_CLIPPED = {
+    "fp8_e4m3": float(np.nextafter(np.float32(464), np.float32(500))),
+    "fp8_e5m2": 61440.0,
+    "int8": 127.5,
+}
 
 _SUPPORTED = Supported(
     q_dtypes=tuple(STORAGE_DTYPES),
@@ -136,7 +145,7 @@ class CpuBackend:
             as_numpy, (q, block_tables, seq_lens, query_start_loc)
         )
         sinks, alibi_slopes, out, lse = map(as_numpy, (sinks, alibi_slopes, out, lse))
-        if tail is not None:
+        if isinstance(tail, Tail):
             tail = Tail(*map(as_numpy, (tail.k, tail.v, tail.start_loc)))
         scale, window, soft_cap, out = check_attend(
             _SUPPORTED,
@@ -248,7 +257,37 @@ class CpuBackend:
         """See `Backend.quantize`."""
         x, scale = as_numpy(x), as_numpy(scale)
         part, scales = check_encode(_SUPPORTED, x, kv_format, scale)
-        return encode(to_float32(x), part, scales)
+        with holding(reads=(x, scales), writes=()):
+            return self._encode(x, part, scales)
+
+    def _encode(self, x: NDArray[Any], part: Format, scales: NDArray[np.float32] | None) -> Encoded:
+        if part.has_zero or x.size == 0:
+            return encode(to_float32(x), part, scales)
+        num_tokens, num_heads, dim = x.shape
+        rows, sizes, slots = (_flat(x), dtype_name(x.dtype)), (num_heads, dim), np.arange(num_tokens)
+        codes = np.empty(x.shape, part.storage)
+        if part.scaling == "token_head":
+            if scales is None:
+                scales = np.empty((num_tokens, num_heads), np.float32)
+                made = _Part(part, codes, codes[:, None], scales, None)
+                cpu_write(made.storage(), made.scales(), rows, slots, self._how)
+            else:
+                # Divided before, as a write makes its own scales; a scale of 1 changes nothing after that.
+                ones = ("head", np.ones(num_heads, np.float32), None, 0, 8)
+                ratio = _flat(to_float32(x) / scales[..., None])
+                storage = _Part(part, codes, codes[:, None], None, None).storage()
+                cpu_write(storage, ones, (ratio, "float32"), slots, self._how)
+        else:
+            if scales is None and part.scaling == "channel":
+                scales = scale_of(amax_of(to_float32(x), part), part)
+            elif scales is None:
+                amax, _ = cpu_survey(rows, sizes, None, math.inf, self._how)
+                scales = scale_of(amax if part.scaling == "head" else amax.max(keepdims=True), part)
+            given = _Part(part, codes, codes[:, None], scales, None)
+            cpu_write(given.storage(), given.scales(), rows, slots, self._how)
+        by = _Part(part, codes, codes[:, None], scales, None).scales()
+        amax, num_clipped = cpu_survey(rows, sizes, by, _CLIPPED[part.name], self._how)
+        return Encoded(codes, scales, None, amax, num_clipped)
 
     def dequantize(
         self,

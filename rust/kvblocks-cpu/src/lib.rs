@@ -48,7 +48,7 @@ pub use paged::{Cache, Paged};
 pub use probe::read_all;
 pub use scaling::{Groups, Scaling};
 pub use simd::Isa;
-pub use write::{write, CacheMut, ScalingMut};
+pub use write::{survey, write, CacheMut, ScalingMut};
 
 /// How a kernel runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use std::ops::Range;
 use crate::code::{convert, with_floats, Code, E4m3, E5m2, Elements, ElementsMut};
 use crate::error::{check_len, product, Error, Result};
 use crate::paged::Paged;
+use crate::scaling::Scaling;
 use crate::simd::{Simd, Task};
 use crate::threads::{for_each, Parts};
 use crate::Execution;
@@ -266,6 +267,84 @@ impl<A: Code, B: Code, H: Store<A, B>> Task for Scatter<'_, A, B, H> {
                 }
             }
         }
+    }
+}
+
+/// What quantising rows `[.., num_heads, head_dim]` costs, by head: the largest finite magnitudes, and how many values
+/// lie `limit` scales or more away from 0.
+///
+/// scaling: the scales, one for each head, channel, or row and head. O(rows * head_dim).
+pub fn survey(
+    rows: Elements<'_>,
+    num_heads: usize,
+    head_dim: usize,
+    scaling: Scaling<'_>,
+    limit: f32,
+    execution: Execution,
+) -> Result<(Vec<f32>, Vec<i64>)> {
+    let token = product("rows", &[num_heads, head_dim])?;
+    if token == 0 {
+        return Err(Error::Size { argument: "rows" });
+    }
+    let num_tokens = rows.len() / token;
+    check_len("rows", rows.len(), num_tokens * token)?;
+    rows.check_floats("rows")?;
+    match scaling {
+        Scaling::None => {}
+        Scaling::Head(scale) => check_len("scale", scale.len(), num_heads)?,
+        Scaling::Channel(scale) => check_len("scale", scale.len(), token)?,
+        Scaling::TokenHead(scale) => check_len("scale", scale.len(), num_tokens * num_heads)?,
+        Scaling::Group(_) | Scaling::TokenGroup(_) => return Err(Error::Codes { argument: "scale" }),
+    }
+    let (mut amax, mut num_clipped) = (vec![0.0f32; num_heads], vec![0i64; num_heads]);
+    {
+        let (amax, num_clipped) = (Parts::new(&mut amax), Parts::new(&mut num_clipped));
+        for_each(num_heads, execution.num_threads, Vec::new, |scratch: &mut Vec<f32>, head| {
+            scratch.resize(head_dim, 0.0);
+            // SAFETY: each unit has a head of its own.
+            let result = unsafe { (amax.part(head..head + 1), num_clipped.part(head..head + 1)) };
+            let found = with_floats!(Elements, rows, rows => {
+                execution.isa.run(Survey { rows, num_heads, head, scaling, limit, scratch })
+            }, else (0.0, 0));
+            (result.0[0], result.1[0]) = found;
+        });
+    }
+    Ok((amax, num_clipped))
+}
+
+struct Survey<'a, T> {
+    rows: &'a [T],
+    num_heads: usize,
+    head: usize,
+    scaling: Scaling<'a>,
+    limit: f32,
+    scratch: &'a mut [f32],
+}
+
+impl<T: Code> Task for Survey<'_, T> {
+    type Output = (f32, i64);
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) -> (f32, i64) {
+        let dim = self.scratch.len();
+        let (mut amax, mut num_clipped) = (0.0f32, 0i64);
+        for (index, row) in self.rows.chunks_exact(dim).enumerate().skip(self.head).step_by(self.num_heads) {
+            // SAFETY: both are slices of dim elements.
+            unsafe { convert(simd, row.as_ptr(), self.scratch.as_mut_ptr(), dim) };
+            amax = amax.max(largest(simd, self.scratch));
+            match self.scaling {
+                Scaling::Head(scale) => divide(self.scratch, scale[self.head]),
+                Scaling::TokenHead(scale) => divide(self.scratch, scale[index]),
+                Scaling::Channel(scale) => {
+                    let scale = &scale[self.head * dim..][..dim];
+                    self.scratch.iter_mut().zip(scale).for_each(|(value, scale)| *value /= scale);
+                }
+                _ => {}
+            }
+            let beyond: u32 = self.scratch.iter().map(|value| u32::from(value.abs() >= self.limit)).sum();
+            num_clipped += i64::from(beyond);
+        }
+        (amax, num_clipped)
     }
 }
 

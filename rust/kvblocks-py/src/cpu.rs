@@ -10,12 +10,13 @@ use kvblocks_cpu::{
     Batch, Cache, CacheMut, E4m3, E5m2, Elements, ElementsMut, Execution, Groups, Isa, Options, Output,
     Paged, Queries, Scaling, ScalingMut, Storage, Tail,
 };
-use numpy::{PyReadonlyArray1, PyReadwriteArray1};
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadwriteArray1};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 type Any<'py> = Bound<'py, PyAny>;
 type Geometry = [usize; 7];
+type Made<'py, T> = Bound<'py, PyArray1<T>>;
 type ReadI32<'py> = PyReadonlyArray1<'py, i32>;
 type ReadF32<'py> = PyReadonlyArray1<'py, f32>;
 
@@ -212,6 +213,25 @@ fn cpu_write(
     py.detach(|| kvblocks_cpu::write(cache, rows, slots, how)).map_err(to_python)
 }
 
+/// Of rows (array, dtype) of num_heads and head_dim, by head: the largest finite magnitudes, and how many values lie
+/// limit scales or more away from 0.
+#[pyfunction]
+fn cpu_survey<'py>(
+    py: Python<'py>,
+    rows: (Any<'py>, String),
+    sizes: (usize, usize),
+    scales: Scales<'py>,
+    limit: f32,
+    how: (String, usize),
+) -> PyResult<(Made<'py, f32>, Made<'py, i64>)> {
+    let how = execution((&how.0, how.1))?;
+    let (rows, scales) = (Read::new(&rows.0, &rows.1)?, ReadScales::new(&scales)?);
+    let (rows, scaling) = (rows.elements()?, scales.scaling()?);
+    let (amax, num_clipped) =
+        py.detach(|| kvblocks_cpu::survey(rows, sizes.0, sizes.1, scaling, limit, how)).map_err(to_python)?;
+    Ok((amax.into_pyarray(py), num_clipped.into_pyarray(py)))
+}
+
 /// K or V of a layer: (array, dtype, geometry), scales.
 type Part<'py> = ((Any<'py>, String, Geometry), Scales<'py>);
 
@@ -332,6 +352,7 @@ fn cpu_read_all(py: Python<'_>, elements: ReadF32<'_>, how: (String, usize)) -> 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu_simd, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_read_all, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_survey, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_write, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attend, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_copy_blocks, module)?)?;
