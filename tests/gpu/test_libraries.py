@@ -15,6 +15,7 @@ from gpu.fake import NULL_STREAM, SOME_STREAM, FakeArray, FakeCupy, fake_cubins
 from kvblocks import gpu
 from kvblocks.backends import cupy as backend_module
 from kvblocks.backends.cupy import CupyLauncher
+from kvblocks.backends.foreign import cupy_stream
 from kvblocks.gpu import calls, devices, libraries
 
 pytestmark = pytest.mark.cuda
@@ -147,3 +148,11 @@ def test_warmup(cupy: FakeCupy) -> None:
 
     assert gpu.warmup(CacheConfig(1, 2, 16)) >= 8
     assert gpu.warmup(CacheConfig(1, 2, 16)) == 0
+
+
+def test_a_stream_is_named_to_cupy_as_its_version_wants_it(cupy: FakeCupy) -> None:
+    """CuPy 14 warns of ExternalStream, and takes the device that is current."""
+    assert cupy_stream(cupy.cuda, 0xBEEF, 1).ptr == 0xBEEF
+    made = lambda stream: (stream.__cuda_stream__(), cupy.current_device)  # noqa: E731
+    cupy.cuda.Stream = SimpleNamespace(from_external=made)
+    assert cupy_stream(cupy.cuda, 0xBEEF, 1) == ((0, 0xBEEF), 1)

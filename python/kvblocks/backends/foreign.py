@@ -1,6 +1,7 @@
 """Arrays of other libraries as what kernels need of them: address, shape, strides, dtype, device.
 
-Owns `DeviceArray`, `look_at` and `stream_address`. Imports NumPy only: torch and CuPy are met as objects.
+Owns `DeviceArray`, `look_at`, `stream_address` and `cupy_stream`. Imports NumPy only: torch and CuPy are met as
+objects.
 Invariant: nothing is copied and nothing waits; a `DeviceArray` keeps what it looks at alive.
 """
 
@@ -163,3 +164,20 @@ def stream_address(stream: object) -> int:
     raise TypeError(
         f"stream: {type(stream).__name__}, expected None, an address, or an object with __cuda_stream__ or .ptr"
     )
+
+
+class _Named:
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def cupy_stream(cuda: Any, address: int, device: int) -> Any:
+    """CuPy's object for a stream that somebody else owns; cuda: the module `cupy.cuda`."""
+    wrap = getattr(getattr(cuda, "Stream", None), "from_external", None)
+    if wrap is None:  # before CuPy 14, which warns of ExternalStream
+        return cuda.ExternalStream(address, device)
+    with cuda.Device(device):
+        return wrap(_Named(address))

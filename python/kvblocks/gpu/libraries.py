@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvblocks.backends.cupy import CupyMemory, launcher_of
-from kvblocks.backends.foreign import is_dlpack_only, look_at
+from kvblocks.backends.foreign import cupy_stream, is_dlpack_only, look_at
 from kvblocks.backends.memory import Memory
 from kvblocks.gpu.plans import ALIGNMENT
 from kvblocks.kernels.launcher import Launcher
@@ -126,7 +126,7 @@ class CupyLibrary:
 
     def on(self, stream: int, device: int) -> AbstractContextManager[Any]:
         """See `Library.on`."""
-        context: AbstractContextManager[Any] = self._cupy.cuda.ExternalStream(stream, device)
+        context: AbstractContextManager[Any] = cupy_stream(self._cupy.cuda, stream, device)
         return context
 
     planning_on = on
@@ -191,7 +191,7 @@ class TorchLibrary:
     def planning_on(self, stream: int, device: int) -> AbstractContextManager[Any]:
         """See `Library.planning_on`."""
         cuda = importlib.import_module("cupy").cuda
-        context: AbstractContextManager[Any] = cuda.ExternalStream(stream, device)
+        context: AbstractContextManager[Any] = cupy_stream(cuda, stream, device)
         return context
 
     def launcher(self, device: int) -> Launcher:

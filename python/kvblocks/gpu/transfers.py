@@ -1,6 +1,6 @@
 """Copies between a host's pinned memory and a device, and the events that say when they are done.
 
-Owns `Transport` and `CupyTransport`. Imports CuPy when one is made.
+Owns `Transport` and `CupyTransport`. Imports foreign; CuPy when one is made.
 Invariant: memory handed to a copy is neither written nor freed before its event; who asks for that waits or holds on.
 """
 
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvblocks.backends.foreign import cupy_stream
 
 
 class Event(Protocol):
@@ -84,14 +86,14 @@ class CupyTransport:
         """See `Transport.record`."""
         with self._cuda.Device(self._device):
             event = self._cuda.Event(disable_timing=True)
-            event.record(self._cuda.ExternalStream(stream, self._device))
+            event.record(cupy_stream(self._cuda, stream, self._device))
         return _CupyEvent(event)
 
     def wait(self, stream: int, event: Event) -> None:
         """See `Transport.wait`."""
         assert isinstance(event, _CupyEvent)
         with self._cuda.Device(self._device):
-            self._cuda.ExternalStream(stream, self._device).wait_event(event.event)
+            cupy_stream(self._cuda, stream, self._device).wait_event(event.event)
 
     def new_stream(self) -> int:
         """See `Transport.new_stream`."""
