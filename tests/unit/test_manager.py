@@ -809,6 +809,19 @@ def test_merged_blocks_count_as_reclaimable_and_go_with_the_last_step_that_used_
     assert manager.check_integrity() == []
 
 
+def test_nobody_merges_into_a_block_that_the_same_commit_takes_back() -> None:
+    manager = kv.BlockManager(16, 4, merge=True, publish="schedule")
+    step = kv.Step(manager, max_seqs=2, max_tokens=32)
+    first, second = admit(manager, range(6)).handle, admit(manager, range(6)).handle
+    assert step.schedule([first, second], 6)
+    # Both have published their first block; the first one's, which is the older, is not computed now.
+    manager.commit([second, first], [4, 2])
+    assert manager.check_integrity() == []
+    blocks = [manager.block_table(handle)[0] for handle in (first, second)]
+    assert blocks[0] != blocks[1]
+    assert manager.match_prefix(manager.prepare(range(6))) == 4
+
+
 def test_a_merge_into_a_cached_block_shows_in_the_peaks() -> None:
     manager = kv.BlockManager(16, 4, merge=True)
     step = kv.Step(manager, max_seqs=2, max_tokens=32)

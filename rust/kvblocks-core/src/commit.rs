@@ -77,16 +77,16 @@ impl Manager {
             }
             if self.size.offset(seq.num_computed()) < count {
                 // It has filled a block.
-                if self.merge {
-                    seq.merge_computed(seq.num_computed() - count, &mut self.pool);
-                }
-                seq.publish_full(&mut self.pool, self.merge);
+                seq.publish_full(&mut self.pool);
                 seq.keep_room_to_grow();
             }
             if count < step.num_new as usize {
                 roll_back(seq, &mut self.pool, seq.num_computed(), step);
                 settle(seq, &mut self.counters, &mut self.pool);
             }
+        }
+        if self.merge {
+            self.merge_filled(handles, counts);
         }
         // A merge may revive a cached block before the steps in flight let go of the one it replaces.
         self.note_peaks();
@@ -163,7 +163,19 @@ impl Manager {
             let seq = &mut self.seqs[handle];
             seq.keep_room_to_grow();
             if seq.may_publish(seq.num_published + 1, &self.pool) {
-                seq.publish_until(seq.num_published + 1, Some(&digest), &mut self.pool, false);
+                seq.publish_until(seq.num_published + 1, Some(&digest), &mut self.pool);
+            }
+        }
+    }
+
+    /// Merge the blocks that the accepted tokens filled. After all rows: a block that one row has filled may be the twin
+    /// of one that another row, which comes later, has published when scheduled and takes back now.
+    fn merge_filled(&mut self, handles: &[SeqHandle], counts: Counts) {
+        for (row, &handle) in handles.iter().enumerate() {
+            let seq = &mut self.seqs[handle];
+            let count = counts.at(row);
+            if self.size.offset(seq.num_computed()) < count {
+                seq.merge_computed(seq.num_computed() - count, &mut self.pool);
             }
         }
     }
@@ -303,10 +315,10 @@ impl Sequence {
 
     /// Publish the blocks that the computed tokens fill.
     #[inline]
-    pub(crate) fn publish_full(&mut self, pool: &mut Pool, merge: bool) {
+    pub(crate) fn publish_full(&mut self, pool: &mut Pool) {
         let full = pool.block_size.column(self.num_computed());
         if self.may_publish(full, pool) {
-            self.publish_until(full, None, pool, merge);
+            self.publish_until(full, None, pool);
         }
     }
 
@@ -317,7 +329,7 @@ impl Sequence {
         if self.may_publish(full, pool) {
             let from = self.num_published.max(size.column(self.num_computed())) * size.get();
             pool.store(&self.blocks, self.namespace, from, &self.prompt.ids[from..full * size.get()]);
-            self.publish_until(full, None, pool, false);
+            self.publish_until(full, None, pool);
         }
     }
 
@@ -328,7 +340,7 @@ impl Sequence {
     }
 
     /// Publish up to column `full`; `digest` is that of the next block, if it is at hand.
-    fn publish_until(&mut self, full: usize, digest: Option<&Digest>, pool: &mut Pool, merge: bool) {
+    fn publish_until(&mut self, full: usize, digest: Option<&Digest>, pool: &mut Pool) {
         let size = pool.block_size.get();
         pool.namespaces.add_refs(self.namespace, full - self.num_published);
         for column in self.num_published..full {
@@ -341,19 +353,15 @@ impl Sequence {
             if let Some(&ahead) = self.blocks.get(column + AHEAD) {
                 pool.blocks.prefetch(ahead);
             }
-            let Some((link, older)) = pool.publish(block, &self.tip, digest, self.prompt.extra(column))
-            else {
+            let Some(link) = pool.publish(block, &self.tip, digest, self.prompt.extra(column)) else {
                 return;
             };
             self.tip = link;
             self.num_published = column + 1;
-            if let (true, Some(older)) = (merge, older) {
-                self.merge_into(older, column, pool);
-            }
         }
     }
 
-    /// Merge the blocks that were published when they were scheduled, and filled since there were `before` computed tokens.
+    /// Merge the published blocks that were filled since there were `before` computed tokens.
     fn merge_computed(&mut self, before: usize, pool: &mut Pool) {
         let full = pool.block_size.column(self.num_computed()).min(self.num_published);
         for column in pool.block_size.column(before)..full {

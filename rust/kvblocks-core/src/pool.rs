@@ -505,8 +505,8 @@ impl Pool {
         self.hasher.block(parent.digest, self.blocks.tokens(block), extra)
     }
 
-    /// Publish a full live block after `parent`; `digest` where it is known already. Returns its chain value, and the
-    /// older block with the same content if there is one. The caller counts it in its namespace. O(block_size).
+    /// Publish a full live block after `parent`; `digest` where it is known already. Returns its chain value. The caller
+    /// counts it in its namespace. O(block_size).
     #[inline]
     pub fn publish(
         &mut self,
@@ -514,14 +514,14 @@ impl Pool {
         parent: &Link,
         digest: Option<&Digest>,
         extra: Option<&Arc<[u8]>>,
-    ) -> Option<(Link, Option<BlockId>)> {
+    ) -> Option<Link> {
         let digest = match digest {
             Some(digest) => *digest,
             None => self.digest(block, parent, extra),
         };
         let index = self.index.as_mut()?;
-        let (content, older) = index.publish(block, &digest, parent.content, extra, &mut self.blocks);
-        Some((Link { digest, content }, older))
+        let content = index.publish(block, &digest, parent.content, extra, &mut self.blocks);
+        Some(Link { digest, content })
     }
 
     /// The oldest block with the content of a published one, if that is another. O(1) expected, and O(twins).

@@ -206,8 +206,7 @@ impl PrefixIndex {
         Some(block)
     }
 
-    /// Publish a full block whose tokens stand beside it; returns its content, and the older block with the same if there
-    /// is one. O(1) expected.
+    /// Publish a full block whose tokens stand beside it; returns its content. O(1) expected.
     pub fn publish(
         &mut self,
         block: BlockId,
@@ -215,10 +214,9 @@ impl PrefixIndex {
         parent: ContentId,
         extra: Option<&Arc<[u8]>>,
         blocks: &mut Blocks,
-    ) -> (ContentId, Option<BlockId>) {
+    ) -> ContentId {
         let wanted = Content { digest, parent, tokens: blocks.tokens(block), extra };
-        let older = self.find(wanted, blocks, &mut 0);
-        let content = match older {
+        let content = match self.find(wanted, blocks, &mut 0) {
             Some(older) => {
                 let content = ContentId(blocks[older].content());
                 self.twins.entry(content).or_default().push(block);
@@ -235,7 +233,7 @@ impl PrefixIndex {
         if let Some(extra) = extra {
             blocks.extras.insert(block, Arc::clone(extra));
         }
-        (content, older)
+        content
     }
 
     /// Make a published block unfindable; its oldest twin, if any, takes its place. O(1) expected, and O(twins).
@@ -405,7 +403,8 @@ mod tests {
             let publish = step / 500 % 2 == 0 || step % 5 == 0;
             if publish && !published[block as usize] {
                 blocks.write_tokens(BlockId(block), 0, &[block]);
-                assert_eq!(index.publish(BlockId(block), &digest(block), parent, None, &mut blocks).1, None);
+                index.publish(BlockId(block), &digest(block), parent, None, &mut blocks);
+                assert!(index.twins.is_empty());
             } else if !publish && published[block as usize] {
                 index.withdraw(BlockId(block), &mut blocks);
             }

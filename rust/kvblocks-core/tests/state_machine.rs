@@ -531,6 +531,9 @@ impl Test {
         for &(name, count) in &batch {
             self.naive().commit(name, count);
         }
+        for &(name, count) in &batch {
+            self.naive().merge_filled(name, count);
+        }
         self.naive().note_peak();
         self.manager.commit(&handles, Counts::Each(&counts), &ids).unwrap();
     }

@@ -559,7 +559,7 @@ impl Naive {
             for (name, ..) in &rows[..num_rows] {
                 let mut seq = self.seqs[name].clone();
                 let len = seq.scheduled.min(seq.prompt_len);
-                self.publish(&mut seq, len, false);
+                self.publish(&mut seq, len);
                 self.seqs.insert(*name, seq);
             }
         }
@@ -642,7 +642,7 @@ impl Naive {
     }
 
     /// Offer the blocks that the first `len` tokens fill.
-    fn publish(&mut self, seq: &mut Seq, len: usize, merge: bool) {
+    fn publish(&mut self, seq: &mut Seq, len: usize) {
         if !self.caching || seq.unlisted {
             return;
         }
@@ -663,9 +663,6 @@ impl Naive {
             self.blocks[block].content = Some(content);
             seq.published = column + 1;
             seq.tip = number;
-            if let (true, Some(older)) = (merge, older) {
-                self.merge_into(seq, column, older);
-            }
         }
     }
 
@@ -778,20 +775,26 @@ impl Naive {
             }
         }
         let computed = seq.computed;
-        if self.merge {
-            // What was published when it was scheduled.
-            for column in (computed - count) / self.block_size..seq.published.min(computed / self.block_size)
-            {
-                let content = self.blocks[seq.table[column]].content.clone();
-                let oldest = content.and_then(|content| self.oldest(content.parent, &content.tokens, None));
-                if let Some(older) = oldest.filter(|&older| older != seq.table[column]) {
-                    self.merge_into(&mut seq, column, older);
-                }
-            }
-        }
-        self.publish(&mut seq, computed, self.merge);
+        self.publish(&mut seq, computed);
         if count < step {
             self.roll_back(&mut seq, computed, reserved_before);
+        }
+        self.seqs.insert(name, seq);
+    }
+
+    /// What a commit of `count` tokens merges, once all its rows are accepted.
+    pub fn merge_filled(&mut self, name: Name, count: usize) {
+        if !self.merge {
+            return;
+        }
+        let mut seq = self.seqs[&name].clone();
+        let full = seq.published.min(seq.computed / self.block_size);
+        for column in (seq.computed - count) / self.block_size..full {
+            let content = self.blocks[seq.table[column]].content.clone();
+            let oldest = content.and_then(|content| self.oldest(content.parent, &content.tokens, None));
+            if let Some(older) = oldest.filter(|&older| older != seq.table[column]) {
+                self.merge_into(&mut seq, column, older);
+            }
         }
         self.seqs.insert(name, seq);
     }
