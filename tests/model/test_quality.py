@@ -25,7 +25,7 @@ def test_formats_keep_their_order_on_text_and_the_control_loses_every_needle(
         model,
         variants,
         text=Text(cut(ids, 2, 512), 256),
-        grid=Grid((512,), (0.0, 0.5, 1.0), 1),
+        grid=Grid((512,), (0.0, 0.5), 1),
         backend="numpy",
     )
     scores: dict[str, Score] = {score.variant.name: score for score in result.scores}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvblocks.quality import Cell, Grid, evaluate
 from kvblocks.quality.model import F32, IDS, CacheView
 from kvblocks.quality.needle import Tally, exact_match, make_prompt
+from kvblocks.quality.text import own_text
 
 from . import tiny
 
@@ -24,25 +25,26 @@ def words(text: str) -> list[int]:
 
 
 VOCABULARY: dict[str, int] = {}
+HAYSTACK = characters(own_text()[:2500])
 
 
 @given(st.integers(400, 3000), st.floats(0, 1), st.integers(0, 5))
 def test_a_prompt_has_exactly_its_length_and_ends_with_the_key(length: int, depth: float, trial: int) -> None:
-    prompt = make_prompt(characters, length, depth, trial)
+    prompt = make_prompt(characters, HAYSTACK, length, depth, trial)
     text = "".join(map(chr, prompt.ids))
     assert len(prompt.ids) == length
-    [key] = re.findall(r"The pass key is (\d{5})\. Remember it\. \1 is the pass key\. ", text)
+    [key] = re.findall(r"The pass key is (\d{5})\. Remember it\. \1 is the pass key\.\n\n", text)
     assert prompt.num_answer == 5
     assert text.endswith(f"\n\nWhat is the pass key? The pass key is {key}")
     assert text.startswith("There is an important piece of information")
     place = text.index(f"The pass key is {key}. ") / length
     assert abs(place - depth) < 250 / length
-    assert make_prompt(characters, length, depth, trial) == prompt
-    assert make_prompt(characters, length, depth, trial + 1).ids != prompt.ids
+    assert make_prompt(characters, HAYSTACK, length, depth, trial) == prompt
+    assert make_prompt(characters, HAYSTACK, length, depth, trial + 1).ids != prompt.ids
 
 
 def test_a_key_that_is_one_token_with_its_space_is_one_token_of_answer() -> None:
-    prompt = make_prompt(words, 300, 0.5, 0)
+    prompt = make_prompt(words, words(own_text()[:500]), 300, 0.5, 0)
     assert prompt.num_answer == 1
     assert len(prompt.ids) == 300
 

@@ -7,7 +7,7 @@ Invariant: every figure of a variant is taken beside the reference's in the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvblocks.quality.lane import Lane, Variant, choose_backend
 from kvblocks.quality.likelihood import TextScore, TextTally, log_softmax
 from kvblocks.quality.model import F32, IDS, Model
 from kvblocks.quality.needle import Cell, Prompt, Tally, exact_match, make_prompt
+from kvblocks.quality.text import own_text
 from kvblocks.quality.verdict import Thresholds, failures
 
 
@@ -48,11 +49,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Grid:
-    """The needle prompts: every context length (tokens) with every depth (0..1), `num_trials` keys each."""
+    """The needle prompts: every context length (tokens) with every depth (0..1), `num_trials` keys each.
+
+    haystack: the text in which the keys are hidden, the project's own by default.
+    """
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
     num_trials: int
+    haystack: str = field(default_factory=own_text, repr=False)
 
     def __post_init__(self) -> None:
         if not self.lengths or not self.depths or self.num_trials < 1:
@@ -60,6 +65,8 @@ class Grid:
                 f"a grid of {len(self.lengths)} lengths, {len(self.depths)} depths and {self.num_trials} trials: "
                 "expected at least one of each"
             )
+        if not self.haystack:
+            raise ValueError("the haystack is empty")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths are {self.depths}: expected fractions from 0 to 1")
 
@@ -170,9 +177,10 @@ class _Run:
 
     def needle(self, grid: Grid) -> list[list[Cell] | None]:
         tallies = [Tally() for _ in self._variants]
+        haystack = self._model.encode(grid.haystack)
         for length in grid.lengths:
             prompts: list[tuple[float, Prompt]] = [
-                (depth, make_prompt(self._model.encode, length, depth, trial))
+                (depth, make_prompt(self._model.encode, haystack, length, depth, trial))
                 for depth in grid.depths
                 for trial in range(grid.num_trials)
             ]

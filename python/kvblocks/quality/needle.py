@@ -1,8 +1,8 @@
 """The passkey test: whether a number that was told once is still known a long text later.
 
 Owns the prompts, `Cell` and `Grid`. Imports NumPy only.
-Invariant: a prompt has exactly as many tokens as asked for, the answer included, and depends on nothing but its
-length, depth and trial.
+Invariant: a prompt has exactly as many tokens as asked for, the answer included, and depends on nothing but the
+haystack, its length, depth and trial.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from kvblocks.quality.likelihood import F32, F64, log_softmax
 
-# The wording of Mohtashami and Jaggi, Landmark Attention, 2023 (arXiv:2305.16300), appendix: filler, key, question.
+# The wording of Mohtashami and Jaggi, Landmark Attention, 2023 (arXiv:2305.16300). Their filler repeats five short
+# sentences; in prose, which has names and numbers of its own, a key is harder to keep.
 _INTRODUCTION = "There is an important piece of information hidden in this text. Find it and memorize it.\n\n"
-_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-_NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
+_NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
 _QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 Encode = Callable[[str], Sequence[int]]
@@ -83,25 +83,22 @@ def exact_match(cells: Sequence[Cell]) -> float:
     return sum(cell.exact * cell.num_trials for cell in cells) / sum(cell.num_trials for cell in cells)
 
 
-def make_prompt(encode: Encode, length: int, depth: float, trial: int) -> Prompt:
-    """The prompt of `length` tokens whose key stands at `depth` of the filler; ValueError where it is too short."""
+def make_prompt(encode: Encode, haystack: Sequence[int], length: int, depth: float, trial: int) -> Prompt:
+    """The prompt of `length` tokens whose key stands at `depth` of the haystack, ids that are repeated if need be.
+
+    Each trial has another key and another part of the haystack. Raises ValueError for a length that holds none of it.
+    """
     key = random.Random(f"{length} {depth} {trial}").randrange(10_000, 100_000)
-    introduction, needle, line = (
-        list(encode(text.format(key=key))) for text in (_INTRODUCTION, _NEEDLE, _FILLER)
-    )
+    introduction, needle = (list(encode(text.format(key=key))) for text in (_INTRODUCTION, _NEEDLE))
     question, num_answer = _question(encode, key)
-    num_filler = length - len(introduction) - len(needle) - len(question)
-    if num_filler < len(line):
-        least = length + len(line) - num_filler
+    num_hay = length - len(introduction) - len(needle) - len(question)
+    if num_hay < 1:
         raise ValueError(
-            f"a context of {length} tokens is too short for the prompt: expected at least {least}"
+            f"a context of {length} tokens is too short for the prompt: expected at least {length + 1 - num_hay}"
         )
-    # Whole lines before the key; the first line of all is cut so that the sum is right.
-    lines, rest = divmod(num_filler, len(line))
-    before = round(depth * lines)
-    cut = line[len(line) - rest :]
-    ids = [*introduction, *cut, *(line * before), *needle, *(line * (lines - before)), *question]
-    return Prompt(ids, num_answer)
+    hay = [haystack[(trial * num_hay + i) % len(haystack)] for i in range(num_hay)]
+    before = round(depth * num_hay)
+    return Prompt([*introduction, *hay[:before], *needle, *hay[before:], *question], num_answer)
 
 
 def _question(encode: Encode, key: int) -> tuple[list[int], int]:
