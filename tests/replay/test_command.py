@@ -326,7 +326,9 @@ def test_interrupted_it_prints_and_writes_what_it_has(
 
 def test_a_signal_ends_a_long_replay_with_its_tables() -> None:
     """The first line comes before the work; the signal follows it, and finds the work anywhere."""
-    code = "import sys; from kvblocks.cli import main; sys.exit(main(sys.argv[1:]))"
+    # A shell that runs the tests in the background lets them, and what they start, ignore the signal.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from kvblocks.cli import main; sys.exit(main(sys.argv[1:]))"
     options = ["--generate", "300000", "--policy", "paged", "--lengths", "50,400"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-c", code, "replay", *options],
