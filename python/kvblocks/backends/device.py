@@ -182,11 +182,7 @@ class DeviceBackend:
             optional={"lse": lse, "sinks": sinks, "alibi_slopes": alibi_slopes},
             options={"scale": scale, "window": window, "soft_cap": soft_cap, "tail": tail},
         )
-        result = prepared()
-        if out is not None and result is not out:
-            self.memory.assign(out, result)
-            return out
-        return result
+        return self._attended(prepared, out)
 
     def attend_csr(
         self,
@@ -234,11 +230,15 @@ class DeviceBackend:
             optional={"lse": lse, "sinks": sinks, "alibi_slopes": alibi_slopes},
             options={"scale": scale, "window": window, "soft_cap": soft_cap, "tail": None},
         )
+        return self._attended(prepared, out)
+
+    def _attended(self, prepared: PreparedAttention, out: Array | None) -> Array:
+        """Launch; the result stands in `out` where the caller gave one, also one that no kernel could write."""
         result = prepared()
-        if out is not None and result is not out:
-            self.memory.assign(out, result)
-            return out
-        return result
+        if out is None or result is out:
+            return result
+        self.memory.assign(out, result)
+        return out
 
     def prepare_attend(
         self,
