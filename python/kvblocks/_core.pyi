@@ -166,9 +166,8 @@ class Dropped:
         """Blocks that nobody owns any more."""
     def __bool__(self) -> Literal[True]: ...
 
-@final
-class Usage:
-    """What one namespace uses now, has used at most, and has asked for so far; O(1) to take."""
+class _Usage:
+    """What `Usage` and `Stats` have both; no class of its own at run time."""
 
     @property
     def live_blocks(self) -> int:
@@ -260,6 +259,11 @@ class Usage:
     @property
     def sharing(self) -> float:
         """logical_blocks / live_blocks; 1.0 if there are none."""
+
+@final
+class Usage(_Usage):
+    """What one namespace uses now, has used at most, and has asked for so far; O(1) to take."""
+
     def __bool__(self) -> Literal[True]: ...
 
 @final
@@ -314,7 +318,7 @@ class Fragmentation:
         """Runs by length: entry i counts those of 2**i to 2**(i + 1) - 1 blocks."""
 
 @final
-class Stats:
+class Stats(_Usage):
     """A snapshot of the pool's counters, O(1) to take: what `Usage` has, of all namespaces, and some more."""
 
     @property
@@ -334,96 +338,6 @@ class Stats:
     def failed_transfers(self) -> int: ...
     @property
     def cancelled_transfers(self) -> int: ...
-    @property
-    def live_blocks(self) -> int:
-        """Blocks that sequences own, each counted once."""
-    @property
-    def cached_blocks(self) -> int:
-        """Blocks that nobody owns and whose content can still be hit; reclaimable at any time."""
-    @property
-    def held_blocks(self) -> int:
-        """Blocks that only transfers own."""
-    @property
-    def logical_blocks(self) -> int:
-        """Blocks named by all block tables together."""
-    @property
-    def promised_blocks(self) -> int:
-        """Blocks that sequences with a declared maximum may still ask for."""
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that hold a handle, preempted ones included."""
-    @property
-    def used_slots(self) -> int:
-        """Slots of live blocks that hold a computed token, shared blocks counted once."""
-    @property
-    def allocated_slots(self) -> int:
-        """live_blocks * block_size."""
-    @property
-    def reserved_slots(self) -> int:
-        """Slots reserved beyond what is scheduled, over all sequences: chunks to come, look-ahead."""
-    @property
-    def peak_live_blocks(self) -> int:
-        """Since `reset_peaks`."""
-    @property
-    def peak_logical_blocks(self) -> int: ...
-    @property
-    def queried_requests(self) -> int:
-        """Admissions that looked the prefix cache up, re-admissions after a preemption not counted."""
-    @property
-    def queried_blocks(self) -> int:
-        """Their full blocks."""
-    @property
-    def queried_tokens(self) -> int: ...
-    @property
-    def hit_requests(self) -> int:
-        """Those that found something."""
-    @property
-    def hit_blocks(self) -> int: ...
-    @property
-    def hit_tokens(self) -> int: ...
-    @property
-    def readmit_requests(self) -> int:
-        """Admissions of preempted sequences; they hit their own blocks, so they are counted apart."""
-    @property
-    def readmit_queried_blocks(self) -> int: ...
-    @property
-    def readmit_queried_tokens(self) -> int: ...
-    @property
-    def readmit_hit_requests(self) -> int: ...
-    @property
-    def readmit_hit_blocks(self) -> int: ...
-    @property
-    def readmit_hit_tokens(self) -> int: ...
-    @property
-    def collided_requests(self) -> int:
-        """Admissions that met a block with an equal hash and other content (and did not hit it)."""
-    @property
-    def collided_blocks(self) -> int:
-        """Those blocks."""
-    @property
-    def collided_tokens(self) -> int: ...
-    @property
-    def evicting_requests(self) -> int:
-        """Admissions, and rows of steps, that made cached blocks give way."""
-    @property
-    def evicted_blocks(self) -> int:
-        """Cached blocks that gave way; of a namespace: its own, whoever needed them."""
-    @property
-    def evicted_tokens(self) -> int: ...
-    @property
-    def copied_blocks(self) -> int:
-        """Copy-on-write copies requested."""
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def reclaimable_blocks(self) -> int:
-        """Blocks that the next request may have beside the free ones: the cached ones."""
-    @property
-    def internal_fragmentation(self) -> float:
-        """1 - used_slots / allocated_slots; 0.0 if there are none."""
-    @property
-    def sharing(self) -> float:
-        """logical_blocks / live_blocks; 1.0 if there are none."""
 
 @final
 class BlockManager:

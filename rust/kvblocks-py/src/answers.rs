@@ -177,43 +177,54 @@ answer!(
     num_blocks: usize,
 );
 
-answer!(
+/// An answer that holds a `Usage`, after `$own` fields.
+macro_rules! usage_answer {
+    ($(#[$doc:meta])* $class:ident($inner:ty) as $name:literal, $($own:ident: $type:ty,)*) => {
+        answer!(
+            $(#[$doc])*
+            $class($inner) as $name is true,
+            $($own: $type,)*
+            live_blocks: usize,
+            cached_blocks: usize,
+            held_blocks: usize,
+            logical_blocks: usize,
+            promised_blocks: usize,
+            num_seqs: usize,
+            used_slots: u64,
+            allocated_slots: u64,
+            reserved_slots: usize,
+            peak_live_blocks: usize,
+            peak_logical_blocks: usize,
+            queried_requests: u64,
+            queried_blocks: u64,
+            queried_tokens: u64,
+            hit_requests: u64,
+            hit_blocks: u64,
+            hit_tokens: u64,
+            readmit_requests: u64,
+            readmit_queried_blocks: u64,
+            readmit_queried_tokens: u64,
+            readmit_hit_requests: u64,
+            readmit_hit_blocks: u64,
+            readmit_hit_tokens: u64,
+            collided_requests: u64,
+            collided_blocks: u64,
+            collided_tokens: u64,
+            evicting_requests: u64,
+            evicted_blocks: u64,
+            evicted_tokens: u64,
+            copied_blocks: u64,
+            preemptions: u64,
+            @ reclaimable_blocks: usize,
+            @ internal_fragmentation: f64,
+            @ sharing: f64,
+        );
+    };
+}
+
+usage_answer!(
     /// What a namespace uses.
-    PyUsage(Usage) as "Usage" is true,
-    live_blocks: usize,
-    cached_blocks: usize,
-    held_blocks: usize,
-    logical_blocks: usize,
-    promised_blocks: usize,
-    num_seqs: usize,
-    used_slots: u64,
-    allocated_slots: u64,
-    reserved_slots: usize,
-    peak_live_blocks: usize,
-    peak_logical_blocks: usize,
-    queried_requests: u64,
-    queried_blocks: u64,
-    queried_tokens: u64,
-    hit_requests: u64,
-    hit_blocks: u64,
-    hit_tokens: u64,
-    readmit_requests: u64,
-    readmit_queried_blocks: u64,
-    readmit_queried_tokens: u64,
-    readmit_hit_requests: u64,
-    readmit_hit_blocks: u64,
-    readmit_hit_tokens: u64,
-    collided_requests: u64,
-    collided_blocks: u64,
-    collided_tokens: u64,
-    evicting_requests: u64,
-    evicted_blocks: u64,
-    evicted_tokens: u64,
-    copied_blocks: u64,
-    preemptions: u64,
-    @ reclaimable_blocks: usize,
-    @ internal_fragmentation: f64,
-    @ sharing: f64,
+    PyUsage(Usage) as "Usage",
 );
 
 answer!(
@@ -231,9 +242,9 @@ answer!(
     @ sharing: f64,
 );
 
-answer!(
+usage_answer!(
     /// The pool's counters: its usage, and what only the pool as a whole has.
-    PyStats(Stats) as "Stats" is true,
+    PyStats(Stats) as "Stats",
     capacity_blocks: usize,
     free_blocks: usize,
     num_transfers: usize,
@@ -241,40 +252,6 @@ answer!(
     completed_transfers: u64,
     failed_transfers: u64,
     cancelled_transfers: u64,
-    live_blocks: usize,
-    cached_blocks: usize,
-    held_blocks: usize,
-    logical_blocks: usize,
-    promised_blocks: usize,
-    num_seqs: usize,
-    used_slots: u64,
-    allocated_slots: u64,
-    reserved_slots: usize,
-    peak_live_blocks: usize,
-    peak_logical_blocks: usize,
-    queried_requests: u64,
-    queried_blocks: u64,
-    queried_tokens: u64,
-    hit_requests: u64,
-    hit_blocks: u64,
-    hit_tokens: u64,
-    readmit_requests: u64,
-    readmit_queried_blocks: u64,
-    readmit_queried_tokens: u64,
-    readmit_hit_requests: u64,
-    readmit_hit_blocks: u64,
-    readmit_hit_tokens: u64,
-    collided_requests: u64,
-    collided_blocks: u64,
-    collided_tokens: u64,
-    evicting_requests: u64,
-    evicted_blocks: u64,
-    evicted_tokens: u64,
-    copied_blocks: u64,
-    preemptions: u64,
-    @ reclaimable_blocks: usize,
-    @ internal_fragmentation: f64,
-    @ sharing: f64,
 );
 
 /// Where the free blocks lie.
