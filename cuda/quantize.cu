@@ -75,18 +75,8 @@ KVB_DEVICE void quantize(const QuantizeParams& params) {
         u8* to = params.codes + (token * params.num_heads + head) * params.head_dim;
 
         float values[chunk];
-        float largest = 0.0f;
-        for (i32 first = lane * chunk; is_row && first < params.head_dim; first += lanes * chunk) {
-            load_chunk(from, first, params.head_dim, params.dtype, params.is_vector, values);
-            KVB_UNROLL
-            for (i32 i = 0; i < chunk; ++i) {
-                const float magnitude = max_f32(values[i], -values[i]);
-                largest = is_finite(magnitude) ? max_f32(largest, magnitude) : largest;
-            }
-        }
-        for (i32 other = 1; other < lanes; other *= 2) {
-            largest = max_f32(largest, shuffle_xor(largest, other));
-        }
+        const float largest =
+            largest_of_row(from, params.head_dim, params.dtype, params.is_vector, is_row, lane, lanes);
         float scale = 1.0f;
         u32 num_clipped = 0;
         const bool is_own = params.scale_mode == scale_token_head;

@@ -67,22 +67,11 @@ KVB_DEVICE void write_kv(const WriteParams& params) {
         float values[chunk];
         float scale = 1.0f;
         if constexpr (E::is_scaled) {
-            // Every lane takes part in the shuffles; K and V of a call may be scaled in different ways.
-            float largest = 0.0f;
-            if (part.scale_mode == scale_token_head) {
-                for (i32 first = lane * chunk; is_written && first < part.head_dim; first += lanes * chunk) {
-                    load_chunk(from, first, part.head_dim, part.dtype, part.is_vector, values);
-                    KVB_UNROLL
-                    for (i32 i = 0; i < chunk; ++i) {
-                        const float magnitude = max_f32(values[i], -values[i]);
-                        largest = is_finite(magnitude) ? max_f32(largest, magnitude) : largest;
-                    }
-                }
-            }
-            for (i32 other = 1; other < lanes; other *= 2) {
-                largest = max_f32(largest, shuffle_xor(largest, other));
-            }
-            if (part.scale_mode == scale_token_head) {
+            // K and V of a call may be scaled in different ways.
+            const bool is_own = part.scale_mode == scale_token_head;
+            const float largest = largest_of_row(from, part.head_dim, part.dtype, part.is_vector,
+                                                 is_written && is_own, lane, lanes);
+            if (is_own) {
                 scale = row_scale<E>(largest);
                 if (is_written && lane == 0) {
                     part.scales[slot * params.num_heads + head] = scale;

@@ -196,7 +196,7 @@ MUTATIONS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
     ),
     "a reduction that stops short": (
         write_fp8,
-        "write_kv.cu",
+        "include/kvblocks/chunk.cuh",
         "for (i32 other = 1; other < lanes; other *= 2) {",
         "for (i32 other = 1; other < lanes / 2; other *= 2) {",
     ),

@@ -38,6 +38,26 @@ KVB_DEVICE void load_chunk(const u8* row, i32 first, i32 head_dim, i32 dtype, bo
     }
 }
 
+// The largest finite magnitude of a row that `lanes` neighbouring lanes of a warp share; 0 where it is not
+// read. Every lane of the warp takes part in the shuffles.
+KVB_DEVICE float largest_of_row(const u8* row, i32 head_dim, i32 dtype, bool is_vector, bool is_read,
+                                i32 lane, i32 lanes) {
+    float values[chunk];
+    float largest = 0.0f;
+    for (i32 first = lane * chunk; is_read && first < head_dim; first += lanes * chunk) {
+        load_chunk(row, first, head_dim, dtype, is_vector, values);
+        KVB_UNROLL
+        for (i32 i = 0; i < chunk; ++i) {
+            const float magnitude = max_f32(values[i], -values[i]);
+            largest = is_finite(magnitude) ? max_f32(largest, magnitude) : largest;
+        }
+    }
+    for (i32 other = 1; other < lanes; other *= 2) {
+        largest = max_f32(largest, shuffle_xor(largest, other));
+    }
+    return largest;
+}
+
 template <typename E>
 KVB_DEVICE void store_chunk(u8* row, i32 first, i32 head_dim, bool is_vector, const float (&values)[chunk]) {
     using Storage = typename E::Storage;
