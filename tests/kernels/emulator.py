@@ -109,9 +109,10 @@ class EmulatedLauncher:
     def load(self, instance: Instance) -> "ctypes._NamedFuncPointer":
         if instance not in self._functions:
             _emulator(self.flags)
-            library = build(self.folder / instance.kernel.file, self.folder, instance.defines, self.flags)
-            function = getattr(ctypes.CDLL(str(library)), instance.kernel.entry)
-            size = getattr(ctypes.CDLL(str(library)), f"{instance.kernel.entry}_params_size")()
+            path = build(self.folder / instance.kernel.file, self.folder, instance.defines, self.flags)
+            library = ctypes.CDLL(str(path))
+            function = getattr(library, instance.kernel.entry)
+            size = getattr(library, f"{instance.kernel.entry}_params_size")()
             assert size == instance.kernel.params.itemsize, instance.name
             self._functions[instance] = function
         return self._functions[instance]

@@ -228,9 +228,3 @@ def device_for(array: object, split_size: int | None = None) -> Device:
     if device is None:
         device = _DEVICES.setdefault(key, Device(*key))
     return device
-
-
-def devices_like(array: object) -> list[Device]:
-    """All that run calls with arrays of this library on this device, whatever their split_size."""
-    like = device_for(array)
-    return [each for each in _DEVICES.values() if (each.library, each.index) == (like.library, like.index)]

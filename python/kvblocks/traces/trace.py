@@ -107,19 +107,6 @@ class Trace:
             session=None if self.session is None else self.session[order],
         )
 
-    def select(self, keep: NDArray[np.bool_]) -> Trace:
-        """The requests where keep [n] is true, their times and hash ids as they are."""
-        lengths = np.diff(self.starts)
-        return replace(
-            self,
-            arrival_s=None if self.arrival_s is None else self.arrival_s[keep],
-            prompt_tokens=self.prompt_tokens[keep],
-            output_tokens=self.output_tokens[keep],
-            ids=self.ids[np.repeat(keep, lengths)],
-            starts=np.concatenate([[0], np.cumsum(lengths[keep])]),
-            session=None if self.session is None else self.session[keep],
-        )
-
     def scaled(self, rate: float) -> Trace:
         """The same requests, `rate` times as many a second."""
         return self if self.arrival_s is None else replace(self, arrival_s=self.arrival_s / rate)
