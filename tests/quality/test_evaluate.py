@@ -9,11 +9,12 @@ import pytest
 
 from kvblocks.backends import BACKENDS, Supported
 from kvblocks.backends.numpy import NumpyBackend
+from kvblocks.calibration import Calibration
 from kvblocks.quality import Grid, Text, Thresholds, Variant, evaluate, with_format
 from kvblocks.quality.controls import control
 from kvblocks.quality.lane import choose_backend
 from kvblocks.quality.likelihood import divergence, log_softmax
-from kvblocks.quality.render import as_json
+from kvblocks.quality.render import as_json, bits_per_element
 from smollm2.contiguous import ContiguousCache
 
 from . import tiny
@@ -169,3 +170,18 @@ def test_a_format_that_the_default_backend_cannot_do_is_computed_by_the_specific
     quantised = [dataclasses.replace(config, kv_format=name) for name in ("int8", "kivi2")]
     assert [choose_backend(each, None).name for each in (config, *quantised)] == ["plain", "numpy", "numpy"]
     assert choose_backend(quantised[0], "plain").name == "plain"  # asked for: it refuses by itself
+
+
+def test_fp8_without_a_scale_is_the_static_format_at_a_scale_of_1() -> None:
+    """The control's codec, and the format of the list with every scale set to 1."""
+    model = tiny.model()
+    one = Calibration(model.config)
+    one.k_amax[:], one.v_amax[:], one.num_tokens[:] = 448, 448, 1
+    one.freeze()
+    variants = [control("naive_fp8", model.config), with_format(model.config, "fp8_e4m3:tensor", one)]
+    naive, static = evaluate(model, variants, text=TEXT, backend="numpy").scores
+    assert naive.text is not None
+    assert static.text is not None
+    assert naive.text.kl_mean > 1e-4
+    assert naive.text.kl_mean == pytest.approx(static.text.kl_mean, rel=1e-3)
+    assert bits_per_element(naive.variant) == bits_per_element(static.variant) == 8

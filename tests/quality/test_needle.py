@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvblocks.quality import Cell, Grid, evaluate
 from kvblocks.quality.model import F32, IDS, CacheView
-from kvblocks.quality.needle import Tally, exact_match, make_prompt
+from kvblocks.quality.needle import Answer, cells, exact_match, judge, make_prompt
 from kvblocks.quality.text import own_text
 
 from . import tiny
@@ -56,17 +56,24 @@ def test_an_answer_is_exact_if_all_of_its_tokens_are_likeliest(wrong_at: int | N
     logits[np.arange(5), answer] = np.log(0.9)
     if wrong_at is not None:
         logits[wrong_at] = np.roll(logits[wrong_at], 1)
-    tally = Tally()
-    tally.add(128, 0.5, logits, answer)
-    [cell] = tally.cells()
-    assert cell.exact == exact
+    found = judge(128, 0.5, logits, answer)
+    assert found.exact == exact
     nll = -np.log(0.9) if wrong_at is None else -(4 * np.log(0.9) + np.log(0.1 / 9)) / 5
-    assert cell.nll == pytest.approx(nll, rel=1e-5)
+    assert found.nll == pytest.approx(nll, rel=1e-5)
+
+
+def test_cells_are_in_order_and_count_their_keys() -> None:
+    answers = [Answer(256, 0.0, True, 0.5), Answer(128, 1.0, True, 1.0), Answer(128, 0.0, False, 2.0)]
+    answers += [Answer(128, 1.0, False, 3.0)]
+    assert cells(answers) == [
+        Cell(128, 0.0, 1, 0.0, 2.0),
+        Cell(128, 1.0, 2, 0.5, 2.0),
+        Cell(256, 0.0, 1, 1.0, 0.5),
+    ]
 
 
 def test_the_summary_weighs_cells_by_their_keys() -> None:
-    cells = [Cell(128, 0.0, 3, 1.0, 0.1), Cell(128, 1.0, 1, 0.0, 9.0)]
-    assert exact_match(cells) == 0.75
+    assert exact_match([Cell(128, 0.0, 3, 1.0, 0.1), Cell(128, 1.0, 1, 0.0, 9.0)]) == 0.75
 
 
 def test_the_grid_reads_the_rows_that_predict_the_answer() -> None:
@@ -90,10 +97,10 @@ def test_the_grid_reads_the_rows_that_predict_the_answer() -> None:
         return logits[rows]
 
     model = tiny.fake(forward)
-    [*cells] = (
+    [*found] = (
         evaluate(model, [], grid=Grid((420, 512), (0.0, 0.4, 1.0), 2), batch_size=4).reference.needle or []
     )
-    assert [(cell.length, cell.depth, cell.num_trials) for cell in cells] == [
+    assert [(cell.length, cell.depth, cell.num_trials) for cell in found] == [
         (length, depth, 2) for length in (420, 512) for depth in (0.0, 0.4, 1.0)
     ]
-    assert all(cell.exact == 1 and cell.nll < 1e-4 for cell in cells)
+    assert all(cell.exact == 1 and cell.nll < 1e-4 for cell in found)

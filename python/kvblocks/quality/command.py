@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,16 +20,17 @@ import kvblocks.report as report
 from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig
 from kvblocks.quality.calibrate import calibrate, describe, needs_calibration, outliers
-from kvblocks.quality.controls import CONTROLS, control
 from kvblocks.quality.evaluate import Grid, Text, evaluate
-from kvblocks.quality.lane import Variant, with_format
+from kvblocks.quality.lane import Variant
 from kvblocks.quality.likelihood import TextScore
 from kvblocks.quality.model import IDS, Model, load_model
 from kvblocks.quality.render import as_json, plot_grid, print_result
+from kvblocks.quality.spelling import read_variant
 from kvblocks.quality.text import cut, read_text
 from kvblocks.quality.verdict import Thresholds
 from kvblocks.report import UserError
 
+_INTERRUPTED: Final = 130
 DEFAULT_MODEL: Final = "smollm2.quality:smollm2"
 DEFAULT_FORMATS: Final = "int8 int8:channel,int8 fp8_e4m3 int4 kivi4 kivi4r kivi2 kivi2r naive_int2"
 # name -> (full, quick)
@@ -41,13 +43,16 @@ _SIZES: Final[dict[str, tuple[Any, Any]]] = {
 }
 _EPILOG: Final = """\
 A format is named as in CacheConfig(kv_format=...): "int8", "kivi2", "int8:channel,int8" for K and V of their own.
-naive_int2 is a control: two bits between each row's minimum and maximum, which a sound measurement has to fail.
+"kivi4@32" keeps 32 tokens in 16 bit, "kivi2r@48/16" 48 in blocks of 16. "0-1,29=bfloat16+int4" stores layers 0, 1 and
+29 in bfloat16, and all others in int4. naive_int2 is a control: two bits between each row's minimum and maximum, which
+a sound measurement has to fail. naive_fp8 is e4m3 at a scale of 1.
 
-Exit status: 0; 1 if thresholds were given and a format fails one of them; 2 for input that cannot be used. Where none
-is given, the verdict is by the defaults, and the exit status stays 0; where some are, only these count.
+Exit status: 0; 1 if thresholds were given and a format fails one of them; 2 for input that cannot be used; 130 if it
+was interrupted, after what had been measured. Where no threshold is given, the verdict is by the defaults, and the exit
+status stays 0; where some are, only these count.
 
 example:
-  kvblocks quality --formats fp8_e4m3 int8 --quick --max-kl 0.01
+  kvblocks quality --formats fp8_e4m3 int8 kivi4@32 --quick --max-kl 0.01
 """
 
 _T = TypeVar("_T")
@@ -67,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=DEFAULT_FORMATS.split(),
         metavar="FORMAT",
-        help=f"formats to measure (default: {DEFAULT_FORMATS})",
+        help=f"what to measure, see below (default: {DEFAULT_FORMATS})",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: about a minute instead of many")
     text = parser.add_argument_group("text")
@@ -103,7 +108,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=_least(1), help="tokens a block (default: the model's, 32 for SmolLM2)"
     )
     cache.add_argument(
-        "--residual", type=_least(1), help="tokens that formats with a residual keep in 16 bit (default: 128)"
+        "--residual",
+        type=_least(1),
+        help="tokens that formats with a residual keep in 16 bit, where @ says nothing else (default: 128)",
     )
     cache.add_argument(
         "--backend",
@@ -164,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     model = dataclasses.replace(
         model, config=_usable("--reference, --block-size or --residual", lambda: _config(model.config, args))
     )
-    variants = _usable("--formats", lambda: [_variant(name, model.config) for name in args.formats])
+    variants = _usable("--formats", lambda: [read_variant(text, model.config) for text in args.formats])
     ids = np.array(model.encode(read_text(args.text)), np.int64)
     text = grid = None
     if sizes["windows"]:
@@ -209,7 +216,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report.write_json(args.json, as_json(result, settings, thresholds))
     if args.plot:
-        plot_grid(result, args.plot, f"Passkey retrieval, {model.name}")
+        if result.reference.needle is None:
+            sys.stderr.write(f"kvblocks: {args.plot}: not drawn, as no key had been asked for\n")
+        else:
+            plot_grid(result, args.plot, f"Passkey retrieval, {model.name}")
+    if result.interrupted:
+        return _INTERRUPTED
     return 1 if given and not all(score.passes for score in result.scores) else 0
 
 
@@ -244,10 +256,6 @@ def _config(config: CacheConfig, args: argparse.Namespace) -> CacheConfig:
     return dataclasses.replace(
         config, **{name: value for name, value in changes.items() if value is not None}
     )
-
-
-def _variant(name: str, config: CacheConfig) -> Variant:
-    return control(name, config) if name in CONTROLS else with_format(config, name)
 
 
 def _calibration(

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from kvblocks.backends import Backend
 from kvblocks.quality.lane import Lane, Variant, choose_backend
-from kvblocks.quality.likelihood import TextScore, TextTally, log_softmax
+from kvblocks.quality.likelihood import Rows, TextScore, compare, log_softmax, summary
 from kvblocks.quality.model import F32, IDS, Model
-from kvblocks.quality.needle import Cell, Prompt, Tally, exact_match, make_prompt
+from kvblocks.quality.needle import Answer, Cell, Prompt, cells, exact_match, judge, make_prompt
 from kvblocks.quality.text import own_text
 from kvblocks.quality.verdict import Thresholds, failures
 
@@ -94,10 +95,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run: the reference's score, then each variant's in the order given."""
+    """Of one run: the reference's score, then each variant's in the order given.
+
+    interrupted: whether it ended before its end; every figure is then of what had been measured for all alike.
+    """
 
     reference: Score
     scores: list[Score]
+    interrupted: bool = False
 
 
 def evaluate(
@@ -116,8 +121,9 @@ def evaluate(
 
     batch_size: sequences that are computed together, chunk_tokens: tokens of each in a step (see `Lane`). progress is
     told the tokens that are done, (text.num_tokens + grid.num_tokens) * (1 + len(variants)) in all. Raises ValueError
-    for sizes out of range and sequences beyond the model's context. Time: one forward pass a lane; memory: a cache
-    of batch_size sequences and a step's logits a lane.
+    for sizes out of range and sequences beyond the model's context. A KeyboardInterrupt ends the run, and the result
+    says so; before anything was measured it is passed on. Time: one forward pass a lane; memory: a cache of
+    batch_size sequences and a step's logits a lane.
     """
     if text is None and grid is None:
         raise ValueError("nothing to measure: give a text, a grid, or both")
@@ -129,23 +135,31 @@ def evaluate(
     everyone = [Variant("reference", model.config), *variants]
     backends = [choose_backend(variant.config, backend) for variant in everyone]
     run = _Run(model, everyone, backends, batch_size, chunk_tokens, progress)
-    texts = run.text(text) if text else [None] * len(everyone)
-    needles = run.needle(grid) if grid else [None] * len(everyone)
-    measured = [
-        (text_score, exact_match(cells) if cells else None)
-        for text_score, cells in zip(texts, needles, strict=True)
-    ]
+    interrupted = False
+    try:
+        if text:
+            run.text(text)
+        if grid:
+            run.needle(grid)
+    except KeyboardInterrupt:
+        if not run.steps and not run.answers:
+            raise
+        interrupted = True
+    found = [(run.text_score(lane), run.grid_score(lane)) for lane in range(len(everyone))]
+    measured = [(score, exact_match(places) if places else None) for score, places in found]
     scores = [
-        Score(variant, chosen.name, text_score, cells, failures(thresholds or Thresholds(), measured[0], own))
-        for variant, chosen, text_score, cells, own in zip(
-            everyone, backends, texts, needles, measured, strict=True
-        )
+        Score(variant, chosen.name, *own, failures(thresholds or Thresholds(), measured[0], figures))
+        for variant, chosen, own, figures in zip(everyone, backends, found, measured, strict=True)
     ]
-    return Result(scores[0], scores[1:])
+    return Result(scores[0], scores[1:], interrupted)
 
 
 class _Run:
-    """The reference and the variants side by side: in every step each lane computes the same tokens."""
+    """The reference and the variants side by side: in every step each lane computes the same tokens.
+
+    steps: for each step that was scored, the figures of every lane. answers: for each batch of keys, those of every
+    lane. Both grow by all lanes at once, so that wherever the run ends none is ahead of another.
+    """
 
     def __init__(
         self,
@@ -158,9 +172,10 @@ class _Run:
     ) -> None:
         self._model, self._variants, self._backends = model, variants, backends
         self._batch_size, self._chunk_tokens, self._progress = batch_size, chunk_tokens, progress
+        self.steps: list[list[Rows]] = []
+        self.answers: list[list[list[Answer]]] = []
 
-    def text(self, text: Text) -> list[TextScore | None]:
-        tallies = [TextTally() for _ in self._variants]
+    def text(self, text: Text) -> None:
         num_tokens = text.windows.shape[1]
         lanes = self._lanes(num_tokens)
         for windows in _batches(text.windows, self._batch_size):
@@ -171,12 +186,9 @@ class _Run:
                     continue
                 targets = windows[:, first + 1 : first + 1 + len(rows[0]) // len(windows)].reshape(-1)
                 reference = log_softmax(rows[0])
-                for tally, own in zip(tallies, rows, strict=True):
-                    tally.add(reference, own, targets)
-        return [tally.score() for tally in tallies]
+                self.steps.append([compare(reference, own, targets) for own in rows])
 
-    def needle(self, grid: Grid) -> list[list[Cell] | None]:
-        tallies = [Tally() for _ in self._variants]
+    def needle(self, grid: Grid) -> None:
         haystack = self._model.encode(grid.haystack)
         for length in grid.lengths:
             prompts: list[tuple[float, Prompt]] = [
@@ -190,12 +202,14 @@ class _Run:
             for batch in _batches(prompts, self._batch_size):
                 tokens = np.array([prompt.ids for _, prompt in batch], np.int64)
                 steps = [step for _, step in self._steps(lanes, tokens, first)]
-                for tally, parts in zip(tallies, zip(*steps, strict=True), strict=True):
-                    rows = np.concatenate(parts, axis=1)
-                    for (depth, prompt), own in zip(batch, rows, strict=True):
-                        answer = np.array(prompt.ids[-prompt.num_answer :])
-                        tally.add(length, depth, own[-prompt.num_answer - 1 : -1], answer)
-        return [tally.cells() for tally in tallies]
+                lanes_rows = [np.concatenate(parts, axis=1) for parts in zip(*steps, strict=True)]
+                self.answers.append([_judge_batch(length, batch, rows) for rows in lanes_rows])
+
+    def text_score(self, lane: int) -> TextScore | None:
+        return summary([step[lane] for step in self.steps]) if self.steps else None
+
+    def grid_score(self, lane: int) -> list[Cell] | None:
+        return cells(chain.from_iterable(batch[lane] for batch in self.answers)) if self.answers else None
 
     def _lanes(self, num_tokens: int) -> list[Lane]:
         return [
@@ -215,6 +229,14 @@ class _Run:
         runs = [lane.run(tokens, first_row, self._progress) for lane in lanes]
         for step in zip(*runs, strict=True):
             yield step[0][0], [logits for _, logits in step]
+
+
+def _judge_batch(length: int, batch: Sequence[tuple[float, Prompt]], rows: F32) -> list[Answer]:
+    """The answers of prompts of `length` tokens; rows [num_prompts, num_rows, vocab_size] end with the last token's."""
+    return [
+        judge(length, depth, own[-prompt.num_answer - 1 : -1], np.array(prompt.ids[-prompt.num_answer :]))
+        for (depth, prompt), own in zip(batch, rows, strict=True)
+    ]
 
 
 def _flat(rows: F32) -> F32:

@@ -6,7 +6,8 @@ Invariant: reference and format are compared row by row, on the same tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,32 +33,36 @@ class TextScore:
     top1: float
 
 
-@dataclass
-class TextTally:
-    """Collects rows; O(1) memory a row."""
+@dataclass(frozen=True)
+class Rows:
+    """Figures of predicted tokens [num_rows]: negative log-likelihood, divergence (nats), the same likeliest token."""
 
-    nll: list[F64] = field(default_factory=list)
-    kl: list[F64] = field(default_factory=list)
-    agrees: list[NDArray[np.bool_]] = field(default_factory=list)
+    nll: F64
+    kl: F64
+    agrees: NDArray[np.bool_]
 
-    def add(self, reference: F32, logits: F32, targets: NDArray[np.int64]) -> None:
-        """Add rows: log-probabilities of the reference and logits [num_rows, vocab_size], targets [num_rows]."""
-        own = log_softmax(logits)
-        self.nll.append(-own[np.arange(len(own)), targets].astype(np.float64))
-        self.kl.append(divergence(reference, own))
-        self.agrees.append(reference.argmax(-1) == own.argmax(-1))
 
-    def score(self) -> TextScore:
-        """The summary of what was added, which must be something."""
-        nll, kl, agrees = (np.concatenate(part) for part in (self.nll, self.kl, self.agrees))
-        return TextScore(
-            num_tokens=len(nll),
-            perplexity=float(np.exp(nll.mean())),
-            kl_mean=float(kl.mean()),
-            kl_stderr=float(kl.std() / np.sqrt(len(kl))),
-            kl_max=float(kl.max()),
-            top1=float(agrees.mean()),
-        )
+def compare(reference: F32, logits: F32, targets: NDArray[np.int64]) -> Rows:
+    """The figures of logits [num_rows, vocab_size] beside the reference's log-probabilities; targets [num_rows]."""
+    own = log_softmax(logits)
+    return Rows(
+        nll=-own[np.arange(len(own)), targets].astype(np.float64),
+        kl=divergence(reference, own),
+        agrees=reference.argmax(-1) == own.argmax(-1),
+    )
+
+
+def summary(parts: Sequence[Rows]) -> TextScore:
+    """The score over the rows of all parts, which must be some."""
+    nll, kl = (np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "kl"))
+    return TextScore(
+        num_tokens=len(nll),
+        perplexity=float(np.exp(nll.mean())),
+        kl_mean=float(kl.mean()),
+        kl_stderr=float(kl.std() / np.sqrt(len(kl))),
+        kl_max=float(kl.max()),
+        top1=float(np.concatenate([part.agrees for part in parts]).mean()),
+    )
 
 
 def log_softmax(logits: F32) -> F32:

@@ -1,6 +1,6 @@
 """The passkey test: whether a number that was told once is still known a long text later.
 
-Owns the prompts, `Cell` and `Grid`. Imports NumPy only.
+Owns the prompts, their answers and `Cell`. Imports NumPy only.
 Invariant: a prompt has exactly as many tokens as asked for, the answer included, and depends on nothing but the
 haystack, its length, depth and trial.
 """
@@ -8,8 +8,8 @@ haystack, its length, depth and trial.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,34 +48,41 @@ class Cell:
     nll: float
 
 
-@dataclass
-class Tally:
-    """Collects the answers of a format; O(1) memory a prompt."""
+@dataclass(frozen=True)
+class Answer:
+    """What became of one key; see `Cell`."""
 
-    answers: dict[tuple[int, float], list[tuple[bool, float]]] = field(default_factory=dict)
+    length: int
+    depth: float
+    exact: bool
+    nll: float
 
-    def add(self, length: int, depth: float, logits: F32, answer: NDArray[np.int64]) -> None:
-        """Add one prompt: the logits [num_answer, vocab_size] that predict its answer [num_answer].
 
-        The true answer was fed in, and where every token of it is the likeliest, decoding greedily gives the same.
-        """
-        own = log_softmax(logits)
-        nll: F64 = -own[np.arange(len(answer)), answer].astype(np.float64)
-        exact = bool((own.argmax(-1) == answer).all())
-        self.answers.setdefault((length, depth), []).append((exact, float(nll.mean())))
+def judge(length: int, depth: float, logits: F32, answer: NDArray[np.int64]) -> Answer:
+    """The answer of one prompt: the logits [num_answer, vocab_size] that predict its true tokens [num_answer].
 
-    def cells(self) -> list[Cell]:
-        """The cells of the grid, by length, then depth."""
-        return [
-            Cell(
-                length,
-                depth,
-                len(answers),
-                float(np.mean([exact for exact, _ in answers])),
-                float(np.mean([nll for _, nll in answers])),
-            )
-            for (length, depth), answers in sorted(self.answers.items())
-        ]
+    The true answer was fed in, and where every token of it is the likeliest, decoding greedily gives the same.
+    """
+    own = log_softmax(logits)
+    nll: F64 = -own[np.arange(len(answer)), answer].astype(np.float64)
+    return Answer(length, depth, bool((own.argmax(-1) == answer).all()), float(nll.mean()))
+
+
+def cells(answers: Iterable[Answer]) -> list[Cell]:
+    """The cells of the grid, by length, then depth."""
+    by_place: dict[tuple[int, float], list[Answer]] = {}
+    for answer in answers:
+        by_place.setdefault((answer.length, answer.depth), []).append(answer)
+    return [
+        Cell(
+            length,
+            depth,
+            len(those),
+            float(np.mean([answer.exact for answer in those])),
+            float(np.mean([answer.nll for answer in those])),
+        )
+        for (length, depth), those in sorted(by_place.items())
+    ]
 
 
 def exact_match(cells: Sequence[Cell]) -> float:

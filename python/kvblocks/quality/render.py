@@ -36,6 +36,7 @@ def as_json(result: Result, settings: dict[str, Any], thresholds: Thresholds) ->
     everyone = [result.reference, *result.scores]
     value: dict[str, Any] = {
         "settings": settings,
+        "interrupted": result.interrupted,
         "thresholds": asdict(thresholds),
         "capacity_tokens": CAPACITY_TOKENS,
         "formats": [_score_json(score, result.reference) for score in everyone],
@@ -44,7 +45,7 @@ def as_json(result: Result, settings: dict[str, Any], thresholds: Thresholds) ->
 
 
 def print_result(result: Result, title: str) -> None:
-    """Print the table of all formats and a line for each that fails."""
+    """Print the table of all formats, a line for each that fails, and one where the run was interrupted."""
     rows = [_row(score, result.reference) for score in (result.reference, *result.scores)]
     headers = (
         "format",
@@ -61,10 +62,15 @@ def print_result(result: Result, title: str) -> None:
     for score in result.scores:
         if score.failures:
             report.write_line(f"{score.variant.name} fails: {'; '.join(score.failures)}")
+    if result.interrupted:
+        report.write_line("interrupted: the table shows what was measured until then")
 
 
 def plot_grid(result: Result, path: str | Path, title: str) -> None:
-    """Draw one heat map a format: exact match over context length and depth, in each cell also the answer's NLL."""
+    """Draw one heat map a format: exact match over context length and depth, in each cell also the answer's NLL.
+
+    A cell that an interrupted run did not come to is left blank. Raises ValueError where there is no cell at all.
+    """
     scores = [score for score in (result.reference, *result.scores) if score.needle]
     if not scores:
         raise ValueError("there is no needle grid to draw")
@@ -105,14 +111,19 @@ def plot_grid(result: Result, path: str | Path, title: str) -> None:
 
 def _draw(axis: Any, cells: list[Cell], lengths: list[int], depths: list[float]) -> Any:
     by_place = {(cell.length, cell.depth): cell for cell in cells}
-    grid = [[by_place[length, depth].exact for length in lengths] for depth in depths]
+    grid = [
+        [by_place[length, depth].exact if (length, depth) in by_place else math.nan for length in lengths]
+        for depth in depths
+    ]
     image = axis.imshow(grid, cmap=report.COLOUR_MAP, vmin=0, vmax=1, aspect="auto")
     axis.grid(visible=False)
     axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     for y, depth in enumerate(depths):
         for x, length in enumerate(lengths):
-            cell = by_place[length, depth]
+            cell = by_place.get((length, depth))
+            if cell is None:
+                continue
             axis.text(
                 x,
                 y,
@@ -148,6 +159,8 @@ def _score_json(score: Score, reference: Score) -> dict[str, Any]:
         "format": variant.name,
         "is_reference": score is reference,
         "backend": score.backend,
+        "block_size": variant.config.block_size,
+        "residual_tokens": variant.config.residual_tokens if variant.config.has_residual else None,
         "bits_per_element": bits,
         "tokens_per_gib": _tokens_per_gib(variant),
         "capacity_ratio": bits_per_element(reference.variant) / bits,
