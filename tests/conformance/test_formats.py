@@ -22,25 +22,22 @@ from conformance.scene import (
     snapshot,
     store,
 )
+from every_format import EVERY_FORMAT
 from kvblocks.backends import Tail
 from kvblocks.backends.codecs import amax_of, decode, encode, scale_of
 from kvblocks.config import CacheConfig
 from kvblocks.formats import Format, KVFormat
 from kvblocks.layout import LayerCache
 
-SAME = [
-    *("fp8_e4m3", "fp8_e4m3:head", "fp8_e4m3:tensor", "fp8_e5m2", "fp8_e5m2:head", "fp8_e5m2:tensor"),
-    *("int8", "int8:head", "int4", "kivi4", "kivi2", "kivi4r", "kivi2r"),
-]
+QUANTISED = [each for each in EVERY_FORMAT if not KVFormat.parse(each).is_plain]
 MIXED = [
-    "int8:channel,int8",
     "int8:channel,fp8_e4m3:head",
     "bfloat16,int4",
     "kivi2,float16",
     "float32,kivi4",
     "int4,int8",
 ]
-FORMATS = [*SAME, *MIXED]
+FORMATS = [*QUANTISED, *MIXED]
 LAYOUTS = ("NHD", "HND")
 
 
@@ -249,13 +246,13 @@ def test_empty_sequences_change_nothing_for_the_others(harness: Harness, kv_form
 
 
 @pytest.mark.parametrize("q_dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("kv_format", [*SAME, "float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("kv_format", EVERY_FORMAT)
 def test_every_query_dtype_over_every_format(harness: Harness, kv_format: str, q_dtype: str) -> None:
     supports(harness, kv_format)
     check(*make_scene(harness, kv_format, q_dtype=q_dtype, seq_lens=(40,), query_lens=(2,)))
 
 
-@pytest.mark.parametrize("kv_format", SAME)
+@pytest.mark.parametrize("kv_format", QUANTISED)
 @pytest.mark.parametrize("dims", [(8, 8), (80, 80), (96, 64), (64, 128), (192, 128)])
 def test_head_dims(harness: Harness, kv_format: str, dims: tuple[int, int]) -> None:
     supports(harness, kv_format)
@@ -488,7 +485,7 @@ def test_long_sums_keep_their_precision(harness: Harness, kv_format: str) -> Non
 
 
 @pytest.mark.parametrize("layer", [0, 1, 15, 29])
-@pytest.mark.parametrize("kv_format", [*SAME, "int8:channel,int8"])
+@pytest.mark.parametrize("kv_format", QUANTISED)
 def test_values_of_a_real_model(harness: Harness, real_kv, layer: int, kv_format: str) -> None:
     """Recorded keys and values in shuffled blocks: attention is that of what the format makes of them."""
     supports(harness, kv_format)

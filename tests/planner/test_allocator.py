@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvblocks as kv
+from every_format import EVERY_FORMAT
 from kvblocks.formats import FORMATS
 from kvblocks.planner.architectures import describe
 from kvblocks.planner.footprint import Pool
@@ -134,7 +135,7 @@ def test_users_by_chance_overflow_as_rarely_as_said() -> None:
     assert fixed_lengths.users_by_chance(0.99) == fixed_lengths.users(1000)
 
 
-@pytest.mark.parametrize("kv_format", [*FORMATS, "fp8_e4m3:tensor", "int8:channel,int8", "kivi2,int8:head"])
+@pytest.mark.parametrize("kv_format", [*EVERY_FORMAT, "kivi2,int8:head"])
 def test_the_library_allocates_what_is_planned(kv_format: str) -> None:
     """To the byte: blocks, static scales and residuals of a pool, by the planner's formulas and in its arrays."""
     config = kv.CacheConfig(30, 3, 64, dtype="bfloat16", kv_format=kv_format, block_size=32)

@@ -6,24 +6,11 @@ import numpy as np
 import pytest
 
 import kvblocks as kv
+from every_format import EVERY_FORMAT
 from kvblocks.backends.codecs import decode, encode, per_token
 from kvblocks.rotation import rotate
 
-FORMATS = [
-    *(
-        "float16",
-        "fp8_e4m3",
-        "fp8_e5m2:head",
-        "int8",
-        "int8:channel,int8",
-        "int4",
-        "kivi4",
-        "kivi2",
-        "kivi4r",
-        "kivi2r",
-    ),
-    *("kivi2,int8", "float16,int4"),
-]
+FORMATS = [*EVERY_FORMAT, "kivi2,int8", "float16,int4"]
 # A layer with a residual beside one without.
 LAYERS_APART = ["kivi2", "int8"]
 BACKENDS = ["numpy", "cpu"]
