@@ -41,4 +41,4 @@ def as_model(name: str, llama: Llama, tokenizer: Tokenizer) -> Model:
     c = llama.config
     # A multiple of 32, which formats with groups of tokens ask for.
     config = CacheConfig(c.num_layers, c.num_kv_heads, c.head_dim, block_size=32)
-    return Model(name, forward, config, c.context_length, tokenizer.encode)
+    return Model(name, forward, config, c.context_length, tokenizer.encode, thread_safe=True)

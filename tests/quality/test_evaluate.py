@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvblocks.quality import Grid, Text, Thresholds, Variant, evaluate, with_for
 from kvblocks.quality.controls import control
 from kvblocks.quality.lane import choose_backend
 from kvblocks.quality.likelihood import divergence, log_softmax
+from kvblocks.quality.model import F32, IDS, CacheView
 from kvblocks.quality.render import as_json, bits_per_element
 from smollm2.contiguous import ContiguousCache
 
@@ -59,6 +61,38 @@ def test_batches_and_chunks_change_no_figure(batch_size: int, chunk_tokens: int)
         assert other.text.num_tokens == one.text.num_tokens
         assert other.text.perplexity == pytest.approx(one.text.perplexity, rel=1e-5)
         assert other.text.kl_mean == pytest.approx(one.text.kl_mean, rel=1e-2, abs=1e-7)
+
+
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_threads_change_no_figure(num_threads: int) -> None:
+    """Four lanes, each in the order of its steps: bit for bit the same on any number of threads."""
+    model = dataclasses.replace(tiny.model(), thread_safe=True)
+    variants = [with_format(model.config, name) for name in ("bfloat16", "int8", "kivi2")]
+    grid = Grid((400,), (0.0, 1.0), 1)
+    want, got = (
+        evaluate(model, variants, text=TEXT, grid=grid, batch_size=2, num_threads=threads)
+        for threads in (1, num_threads)
+    )
+    assert got == want
+
+
+def test_formats_are_computed_at_once_by_the_threads() -> None:
+    """Both lanes have to be in the model before either goes on."""
+    model, both = tiny.model(), threading.Barrier(2, timeout=60)
+
+    def forward(cache: CacheView, ids: IDS, rows: IDS) -> F32:
+        both.wait()
+        return model.forward(cache, ids, rows)
+
+    meeting = dataclasses.replace(model, forward=forward, thread_safe=True)
+    assert evaluate(meeting, [Variant("same", model.config)], text=TEXT, num_threads=2).scores[0].text
+
+
+def test_an_error_of_one_lane_ends_the_run() -> None:
+    model = dataclasses.replace(tiny.model(), thread_safe=True)
+    broken = Variant("broken", model.config, lambda layer, k, v: (k[:1], v))
+    with pytest.raises(ValueError, match=r"^k: axis 0"):
+        evaluate(model, [Variant("same", model.config), broken], text=TEXT, num_threads=2)
 
 
 def test_coarser_storage_diverges_more() -> None:
@@ -108,6 +142,8 @@ def test_a_format_that_rules_out_what_the_model_allows_diverges_without_bound() 
     [
         ({}, "nothing to measure"),
         ({"text": TEXT, "batch_size": 0}, "batch_size is 0"),
+        ({"text": TEXT, "num_threads": 0}, "num_threads 0: expected at least 1"),
+        ({"text": TEXT, "num_threads": 2}, "num_threads is 2: tiny is not said to be thread-safe"),
         ({"grid": Grid((2048,), (0.5,), 1)}, "2048 tokens, the model's context 1024"),
         ({"grid": Grid((30,), (0.5,), 1)}, "30 tokens is too short for the prompt: expected at least"),
     ],

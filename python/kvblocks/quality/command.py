@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 import kvblocks.report as report
+from kvblocks.backends.cpu import CpuBackend
 from kvblocks.calibration import Calibration
 from kvblocks.config import CacheConfig
 from kvblocks.quality.calibrate import calibrate, describe, needs_calibration, outliers
@@ -74,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help=f"what to measure, see below (default: {DEFAULT_FORMATS})",
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes: about a minute instead of many")
+    parser.add_argument("--quick", action="store_true", help="small sizes: about a minute on two cores, instead of many")
     text = parser.add_argument_group("text")
     text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: public-domain prose)")
     text.add_argument("--windows", type=_least(0), help="windows of text, 0 for none (default: 4, quick 2)")
@@ -118,6 +119,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     cache.add_argument("--batch", type=_least(1), default=8, help="sequences computed together (default: 8)")
     cache.add_argument("--chunk", type=_least(1), default=16, help="tokens of each in a step (default: 16)")
+    cache.add_argument(
+        "--threads",
+        type=_least(1),
+        help="formats computed at once (default: the cores, or 1 for a model that is not said to be thread-safe)",
+    )
     static = parser.add_argument_group(
         "static scales", "of formats such as int8:channel,int8 and fp8_e4m3:head"
     )
@@ -196,6 +202,7 @@ def run(args: argparse.Namespace) -> int:
                 backend=args.backend,
                 batch_size=args.batch,
                 chunk_tokens=args.chunk,
+                num_threads=args.threads or (CpuBackend().num_threads if model.thread_safe else 1),
                 progress=progress,
             ),
         )

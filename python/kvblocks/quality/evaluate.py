@@ -7,7 +7,9 @@ Invariant: every figure of a variant is taken beside the reference's in the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -115,36 +117,46 @@ def evaluate(
     backend: str | Backend | None = None,
     batch_size: int = 8,
     chunk_tokens: int = 16,
+    num_threads: int = 1,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Measure `variants` against the model's own cache, on text, on a needle grid, or on both.
 
-    batch_size: sequences that are computed together, chunk_tokens: tokens of each in a step (see `Lane`). progress is
-    told the tokens that are done, (text.num_tokens + grid.num_tokens) * (1 + len(variants)) in all. Raises ValueError
-    for sizes out of range and sequences beyond the model's context. A KeyboardInterrupt ends the run, and the result
-    says so; before anything was measured it is passed on. Time: one forward pass a lane; memory: a cache of
+    batch_size: sequences that are computed together, chunk_tokens: tokens of each in a step (see `Lane`). num_threads:
+    variants that are computed at once, of a model that is thread-safe; it changes no figure. progress is told, by any
+    thread, the tokens that are done, (text.num_tokens + grid.num_tokens) * (1 + len(variants)) in all. Raises
+    ValueError for sizes out of range and sequences beyond the model's context. A KeyboardInterrupt ends the run, and
+    the result says so; before anything was measured it is passed on. Time: one forward pass a lane; memory: a cache of
     batch_size sequences and a step's logits a lane.
     """
     if text is None and grid is None:
         raise ValueError("nothing to measure: give a text, a grid, or both")
-    if batch_size < 1 or chunk_tokens < 1:
-        raise ValueError(f"batch_size is {batch_size}, chunk_tokens {chunk_tokens}: expected at least 1")
+    if batch_size < 1 or chunk_tokens < 1 or num_threads < 1:
+        raise ValueError(
+            f"batch_size is {batch_size}, chunk_tokens {chunk_tokens}, num_threads {num_threads}: expected at least 1"
+        )
+    if num_threads > 1 and not model.thread_safe:
+        raise ValueError(
+            f"num_threads is {num_threads}: {model.name} is not said to be thread-safe, expected 1"
+        )
     longest = max([*(grid.lengths if grid else ()), text.windows.shape[1] if text else 0])
     if longest > model.context_tokens:
         raise ValueError(f"a sequence has {longest} tokens, the model's context {model.context_tokens}")
     everyone = [Variant("reference", model.config), *variants]
     backends = [choose_backend(variant.config, backend) for variant in everyone]
-    run = _Run(model, everyone, backends, batch_size, chunk_tokens, progress)
     interrupted = False
-    try:
-        if text:
-            run.text(text)
-        if grid:
-            run.needle(grid)
-    except KeyboardInterrupt:
-        if not run.steps and not run.answers:
-            raise
-        interrupted = True
+    with ThreadPoolExecutor(num_threads) as threads:
+        each = threads.map if num_threads > 1 else map
+        run = _Run(model, everyone, backends, batch_size, chunk_tokens, each, progress)
+        try:
+            if text:
+                run.text(text)
+            if grid:
+                run.needle(grid)
+        except KeyboardInterrupt:
+            if not run.steps and not run.answers:
+                raise
+            interrupted = True
     found = [(run.text_score(lane), run.grid_score(lane)) for lane in range(len(everyone))]
     measured = [(score, exact_match(places) if places else None) for score, places in found]
     scores = [
@@ -168,10 +180,12 @@ class _Run:
         backends: Sequence[Backend],
         batch_size: int,
         chunk_tokens: int,
+        each: Callable[..., Iterator[Any]],
         progress: Callable[[int], None],
     ) -> None:
         self._model, self._variants, self._backends = model, variants, backends
         self._batch_size, self._chunk_tokens, self._progress = batch_size, chunk_tokens, progress
+        self._map = each
         self.steps: list[list[Rows]] = []
         self.answers: list[list[list[Answer]]] = []
 
@@ -186,7 +200,7 @@ class _Run:
                     continue
                 targets = windows[:, first + 1 : first + 1 + len(rows[0]) // len(windows)].reshape(-1)
                 reference = log_softmax(rows[0])
-                self.steps.append([compare(reference, own, targets) for own in rows])
+                self.steps.append(list(self._map(partial(compare, reference, targets), rows)))
 
     def needle(self, grid: Grid) -> None:
         haystack = self._model.encode(grid.haystack)
@@ -227,7 +241,7 @@ class _Run:
     def _steps(self, lanes: Sequence[Lane], tokens: IDS, first_row: int) -> Iterator[tuple[int, list[F32]]]:
         """For each step the position of its first row, and the logits of every lane."""
         runs = [lane.run(tokens, first_row, self._progress) for lane in lanes]
-        for step in zip(*runs, strict=True):
+        while step := [made for made in self._map(_next, runs) if made is not None]:
             yield step[0][0], [logits for _, logits in step]
 
 
@@ -237,6 +251,10 @@ def _judge_batch(length: int, batch: Sequence[tuple[float, Prompt]], rows: F32) 
         judge(length, depth, own[-prompt.num_answer - 1 : -1], np.array(prompt.ids[-prompt.num_answer :]))
         for (depth, prompt), own in zip(batch, rows, strict=True)
     ]
+
+
+def _next(run: Iterator[tuple[int, F32]]) -> tuple[int, F32] | None:
+    return next(run, None)
 
 
 def _flat(rows: F32) -> F32:

@@ -42,7 +42,7 @@ class Rows:
     agrees: NDArray[np.bool_]
 
 
-def compare(reference: F32, logits: F32, targets: NDArray[np.int64]) -> Rows:
+def compare(reference: F32, targets: NDArray[np.int64], logits: F32) -> Rows:
     """The figures of logits [num_rows, vocab_size] beside the reference's log-probabilities; targets [num_rows]."""
     own = log_softmax(logits)
     return Rows(

@@ -50,6 +50,7 @@ class Model:
 
     forward: one step, see `Forward`. config: the cache that it is compared with, its dtype 16 or 32 bit.
     context_tokens: the longest sequence that it was made for. encode: text to ids, without a token for the beginning.
+    thread_safe: whether several threads may call forward at once, each with a cache of its own.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Model:
     config: CacheConfig
     context_tokens: int
     encode: Callable[[str], Sequence[int]]
+    thread_safe: bool = False
 
 
 def load_model(spec: str) -> Model:
