@@ -62,6 +62,7 @@ class FakeCupy:
     # (stream that an event was recorded on, None), (stream that waited, event).
     waits: list[tuple[int, int | None]] = field(default_factory=list)
     synchronised: list[int] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
     num_modules: int = 0
     ndarray: type = FakeArray
     is_run: bool = True
@@ -74,6 +75,7 @@ class FakeCupy:
             cudaDevAttrMaxSharedMemoryPerBlockOptin=97,
             getDevice=lambda: self.current_device,
             free=lambda address: None,
+            deviceSynchronize=lambda: self.waited.append(self.current_device),
             streamIsCapturing=self._is_capturing,
             deviceGetAttribute=lambda attribute, device: {16: 2, 97: 227 * 1024}[attribute],
             pointerGetAttributes=lambda address: SimpleNamespace(device=0),

@@ -16,12 +16,17 @@ class HostLibrary:
         self.current = 0x5EED
         self.entered: list[int] = []
         self.streams: list[int] = []
+        self.capturing: set[int] = set()
         self._launcher = _Watched(self.streams)
         self._memory = HostMemory()
 
-    def look(self, array: Any) -> tuple[int, object]:
-        address = array.ctypes.data
-        return address, (array.shape, array.strides, array.dtype.char, address & 15)
+    def look(self, names: Any, arrays: Any) -> tuple[list[int], object]:
+        addresses = [0 if array is None else array.ctypes.data for array in arrays]
+        looks = [
+            array if array is None else (array.shape, array.strides, array.dtype.char, address & 15)
+            for array, address in zip(arrays, addresses, strict=True)
+        ]
+        return addresses, tuple(looks)
 
     def address_of(self, array: Any) -> int:
         return array.ctypes.data
@@ -45,6 +50,9 @@ class HostLibrary:
 
     def planning_on(self, stream: int, device: int) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def is_capturing(self, stream: int, device: int) -> bool:
+        return stream in self.capturing
 
     def launcher(self, device: int) -> EmulatedLauncher:
         return self._launcher

@@ -13,7 +13,7 @@ from gpu.host import HostLibrary
 from kernels.emulator import emulated_backend
 from kvblocks import gpu
 from kvblocks.config import CacheConfig
-from kvblocks.gpu import calls, devices, libraries
+from kvblocks.gpu import calls, dispatch, libraries
 from kvblocks.gpu.plans import Planner
 from kvblocks.layout import LayerCache
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cuda
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostLibrary]:
     library = HostLibrary()
     monkeypatch.setitem(libraries._LIBRARIES, np.ndarray, library)
-    monkeypatch.setattr(devices, "_DEVICES", {})
+    monkeypatch.setattr(dispatch, "_DISPATCHERS", {})
     return library
 
 
@@ -255,8 +255,6 @@ def test_partial_results_in_a_workspace(library: HostLibrary) -> None:
     step, cache = Step(lens=(47, 47), num_new=(1, 1)), make_cache()
     gpu.write_kv(cache, step.k, step.v, step.slots)
     out = np.empty_like(step.q)
-    with pytest.raises(ValueError, match=r"^workspace: give out as well"):
-        gpu.paged_attention(cache, step.q, *step.index, workspace=np.empty(9, np.uint8))
     small, large = (np.empty(size, np.uint8) for size in (100, 1 << 20))
     many = np.zeros((2, 24), np.int32)
     many[:, :6] = step.tables
@@ -333,16 +331,16 @@ def test_any_thread_may_call(library: HostLibrary) -> None:
 
 
 def test_plans_do_not_pile_up(library: HostLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_MOST_PLANS", 3)
+    monkeypatch.setattr(dispatch, "_MOST_PLANS", 3)
     cache, step = make_cache(), Step()
     for length in range(1, 9):
         gpu.gather_kv(cache, step.tables[0], length)
-    device = devices.device_for(step.q)
-    assert len(device._plans) == 3
-    assert len(device._known) == 1
+    dispatcher = dispatch.dispatcher_for(step.q)
+    assert len(dispatcher._plans) == 3
+    assert len(dispatcher._known) == 1
     del cache
     gc.collect()
-    assert len(device._known) == 0
+    assert len(dispatcher._known) == 0
 
 
 def test_every_direct_function_is_tested_here() -> None:

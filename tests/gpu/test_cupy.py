@@ -17,6 +17,7 @@ from kvblocks.backends.device import DeviceBackend
 from kvblocks.backends.foreign import look_at, stream_address
 from kvblocks.config import CacheConfig
 from kvblocks.kernels import specs
+from kvblocks.kernels.launcher import Launch
 
 WRITE = specs.write_kv("float32")
 MMA = specs.attention_mma("bfloat16", 128, 128, 1)
@@ -78,7 +79,7 @@ class TestLauncher:
             cupy._emulator, "launch", lambda *arguments: seen.append(int(arguments[4]["num_slots"]))
         )
         params = np.zeros((), WRITE.kernel.params)
-        fire = launcher.bind(launcher.load(WRITE), (1, 1, 1), 256, 0, params)
+        fire = launcher.bind([Launch(launcher.load(WRITE), (1, 1, 1), 256, 0, params)])
         for number in (5, 7):
             params["num_slots"] = number
             fire(SOME_STREAM)
@@ -223,7 +224,7 @@ class TestBackend:
         cupy.current_stream = SOME_STREAM
         for copies in ([[2, 5]], [[1, 4]]):
             backend.copy_blocks([cache], cupy.asarray(np.array(copies, np.int32)))
-        assert cupy.synchronised == [SOME_STREAM]
+        assert cupy.synchronised == [SOME_STREAM] * 2  # the report of errors, and the table
 
     def test_wrong_values_are_read_on_request(self, cupy: FakeCupy, backend: DeviceBackend) -> None:
         (cache,) = backend.allocate(CacheConfig(1, 2, 16, block_size=4), 6)

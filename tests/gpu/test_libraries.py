@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from gpu.fake import NULL_STREAM, SOME_STREAM, FakeArray, FakeCupy, fake_cubins
+from gpu.fake_torch import FakeTorch, Tensor
 from kvblocks import gpu
 from kvblocks.backends import cupy as backend_module
 from kvblocks.backends.cupy import CupyLauncher
 from kvblocks.backends.foreign import cupy_stream
-from kvblocks.gpu import calls, devices, libraries
+from kvblocks.config import CacheConfig
+from kvblocks.gpu import calls, dispatch, libraries
 
 pytestmark = pytest.mark.cuda
 
@@ -25,14 +27,24 @@ pytestmark = pytest.mark.cuda
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCupy]:
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(devices, "_DEVICES", {})
+    monkeypatch.setattr(dispatch, "_DISPATCHERS", {})
     monkeypatch.setattr(libraries, "_LIBRARIES", {})
-    libraries._cupy.cache_clear()
+    for made in (libraries._cupy, libraries._torch):
+        made.cache_clear()
     launchers = {index: CupyLauncher(index, cubins=fake_cubins(tmp_path), cupy=fake) for index in (0, 1)}
     for module in (libraries, backend_module, calls):
         monkeypatch.setattr(module, "launcher_of", lambda device=None: launchers[device or 0])
     yield fake
-    libraries._cupy.cache_clear()
+    for made in (libraries._cupy, libraries._torch):
+        made.cache_clear()
+
+
+@pytest.fixture
+def torch(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    fake = FakeTorch(cupy)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    monkeypatch.setitem(sys.modules, "torch._C", fake._C)
+    return fake
 
 
 def arrays(cupy: FakeCupy) -> tuple[Any, ...]:
@@ -143,9 +155,130 @@ def test_the_null_stream_is_torchs_default_one(
     assert libraries.TorchLibrary().on(address, 1) == expected
 
 
-def test_warmup(cupy: FakeCupy) -> None:
-    from kvblocks.config import CacheConfig
+class TestTensors:
+    """The same with torch's tensors, whose allocator may be asked inside of a capture."""
 
+    def step(self, num_blocks: int = 3) -> tuple[Any, ...]:
+        """k, v, slots; q, tables, lens, starts; the pool. One sequence of 9 tokens in a table of num_blocks."""
+        rng = np.random.default_rng(0)
+        k, v = rng.standard_normal((2, 9, 2, 16)).astype(np.float32)
+        q = rng.standard_normal((1, 4, 16)).astype(np.float32)
+        table = np.zeros((1, num_blocks), np.int32)
+        table[0, :3] = 2, 3, 4
+        index = table, np.array([9], np.int32), np.array([0, 1], np.int32)
+        return tuple(map(Tensor, (k, v, np.arange(8, 17), q, *index)))
+
+    def pool(self) -> Any:
+        pools = (np.zeros((6, 4, 2, 16), np.float32) for _ in "kv")
+        return gpu.layer_cache(*map(Tensor, pools), "float32")
+
+    def test_a_first_call_inside_a_capture_names_warmup(self, torch: FakeTorch, cupy: FakeCupy) -> None:
+        k, v, slots, *_ = self.step()
+        cache = self.pool()
+        cupy.current_stream, cupy.capturing = SOME_STREAM, {SOME_STREAM}
+        with pytest.raises(gpu.CaptureError, match=r"call kvblocks\.gpu\.warmup"):
+            gpu.write_kv(cache, k, v, slots)
+        cupy.current_stream, cupy.capturing = SOME_STREAM, {0xBEEF}
+        with pytest.raises(gpu.CaptureError, match=r"call kvblocks\.gpu\.warmup"):
+            gpu.write_kv(cache, k, v, slots, stream=0xBEEF)
+        assert cupy.launches == []
+
+    def test_after_warmup_the_first_call_can_be_captured(self, torch: FakeTorch, cupy: FakeCupy) -> None:
+        k, v, slots, q, *index = self.step()
+        cache = self.pool()
+        gpu.warmup(CacheConfig(1, 2, 16))
+        cupy.current_stream, cupy.capturing = SOME_STREAM, {SOME_STREAM}
+        gpu.write_kv(cache, k, v, slots)
+        out = gpu.paged_attention(cache, q, *index)
+        assert isinstance(out, Tensor)
+        assert len(cupy.launches) == 2
+        with pytest.raises(gpu.CaptureError, match=r"call kvblocks\.gpu\.warmup, and run the call once"):
+            gpu.copy_blocks([cache], Tensor(np.array([[2, 5]], np.int32)))
+
+    def test_a_kernel_that_is_not_loaded(self, torch: FakeTorch, cupy: FakeCupy) -> None:
+        k, v, slots, q, *index = self.step()
+        cache = self.pool()
+        gpu.write_kv(cache, k, v, slots)
+        cupy.current_stream, cupy.capturing = SOME_STREAM, {SOME_STREAM}
+        with pytest.raises(
+            gpu.CaptureError, match=r"paged_attention_\S+ is not loaded .* kvblocks\.gpu\.warmup"
+        ):
+            gpu.paged_attention(cache, q, *index)
+
+    def test_partial_results_have_memory_of_their_stream(self, torch: FakeTorch, cupy: FakeCupy) -> None:
+        """Kept from call to call; a captured call, whose graph may run beside others, has memory of its own."""
+        k, v, slots, q, *index = self.step(num_blocks=256)
+        cache = self.pool()
+        gpu.write_kv(cache, k, v, slots)
+        out = Tensor(np.empty_like(q.array))
+        seen = []
+        for stream in (SOME_STREAM, SOME_STREAM, 0xBEEF, SOME_STREAM):
+            before = torch.num_allocated
+            gpu.paged_attention(cache, q, *index, out=out, stream=stream)
+            seen.append(torch.num_allocated - before)
+        assert seen == [1, 0, 1, 0]
+        assert cupy.launches[-1].instance.name == "combine_splits"
+        wanted = out.array.copy()
+        before = torch.num_allocated
+        cupy.current_stream, cupy.capturing = SOME_STREAM, {SOME_STREAM}
+        for _ in range(2):
+            gpu.paged_attention(cache, q, *index, out=out)
+        assert torch.num_allocated - before == 2
+        np.testing.assert_array_equal(out.array, wanted)
+
+    def test_errors_that_waited_for_every_stream(self, torch: FakeTorch, cupy: FakeCupy) -> None:
+        k, v, slots, *_ = self.step()
+        slots.array[2] = 24
+        gpu.write_kv(self.pool(), k, v, slots, stream=0xBEEF)
+        cupy.waited.clear()
+        assert "row 2, column 0, value 24" in (gpu.first_error(k) or "")
+        assert cupy.waited[0] == 0
+        assert gpu.first_error(k) is None
+
+    def test_one_report_whatever_the_split_size(self, torch: FakeTorch, cupy: FakeCupy) -> None:
+        _, _, _, q, tables, lens, starts = self.step()
+        lens.array[0] = 99
+        gpu.paged_attention(self.pool(), q, tables, lens, starts, split_size=64)
+        assert "a length in seq_lens beyond the row's table" in (gpu.first_error(q) or "")
+
+    def test_a_stranger_among_tensors_is_named(self, torch: FakeTorch, cupy: FakeCupy) -> None:
+        k, v, slots, *_ = self.step()
+        with pytest.raises(TypeError, match=r"^v: ndarray, expected a torch tensor on a GPU"):
+            gpu.write_kv(self.pool(), k, v.array, slots)
+
+
+def test_a_captured_table_outlives_its_plan(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads the table of a pool's addresses for as long as it exists."""
+    monkeypatch.setattr(dispatch, "_MOST_PLANS", 1)
+    caches = [pool(cupy), pool(cupy)]
+    copies = cupy.asarray(np.array([[2, 5]], np.int32))
+    gpu.copy_blocks(caches, copies)
+    (plan,) = dispatch.dispatcher_for(copies)._plans.values()
+    table = ref(plan.kept[0])
+    cupy.current_stream, cupy.capturing = SOME_STREAM, {SOME_STREAM}
+    gpu.copy_blocks(caches, copies)
+    cupy.capturing = set()
+    del plan, caches
+    gpu.copy_blocks([pool(cupy)], copies)
+    gc.collect()
+    assert table() is not None
+
+
+def test_tables_are_kept_with_their_pool(cupy: FakeCupy) -> None:
+    """Twenty subsets of a pool are twenty tables, all there while the pool is, and none after it."""
+    caches = [pool(cupy) for _ in range(20)]
+    copies = cupy.asarray(np.array([[2, 5]], np.int32))
+    for count in range(1, 21):
+        gpu.copy_blocks(caches[:count], copies)
+    device = dispatch.dispatcher_for(copies).planner(0)
+    tables = device._backend._tables
+    assert len(tables[caches[0]]) == 20
+    del caches
+    gc.collect()
+    assert len(tables) == 0
+
+
+def test_warmup(cupy: FakeCupy) -> None:
     assert gpu.warmup(CacheConfig(1, 2, 16)) >= 8
     assert gpu.warmup(CacheConfig(1, 2, 16)) == 0
 

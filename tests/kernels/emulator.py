@@ -10,14 +10,14 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvblocks.backends.device import DeviceBackend
-from kvblocks.kernels.launcher import Attributes, Grid
+from kvblocks.kernels.launcher import Attributes, Grid, Launch
 from kvblocks.kernels.specs import Instance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,15 +146,12 @@ class EmulatedLauncher:
         if failed:
             raise KernelFaultError(message.value.decode())
 
-    def bind(
-        self,
-        function: "ctypes._NamedFuncPointer",
-        grid: Grid,
-        threads: int,
-        shared_bytes: int,
-        params: np.ndarray,
-    ) -> Callable[[int], None]:
-        return partial(self.launch, function, grid, threads, shared_bytes, params)
+    def bind(self, launches: Sequence[Launch]) -> Callable[[int], None]:
+        def fire(stream: int) -> None:
+            for each in launches:
+                self.launch(*each, stream)
+
+        return fire
 
     def attributes(self, function: object) -> Attributes:
         """A host has no registers to count."""
@@ -184,6 +181,9 @@ class HostMemory:
         if 0 < array.nbytes <= LARGEST_POISONED_BYTES:
             array.reshape(-1).view(np.uint8).fill(0xFF)
         return array
+
+    def scratch(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        return self.empty(shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)

@@ -7,12 +7,12 @@ right for every later step.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvblocks.backends.geometry import Record
 from kvblocks.backends.memory import Memory
 from kvblocks.kernels import specs
-from kvblocks.kernels.launcher import Launcher
+from kvblocks.kernels.launcher import Launch, Launcher
 from kvblocks.kernels.specs import DTYPES, Instance
 from kvblocks.layout import Array, LayerCache
 
@@ -128,16 +128,6 @@ def _num_splits(num_busy_blocks: int, max_keys: int, num_multiprocessors: int, s
     return next(splits for splits in range(1, most + 1) if efficiency(splits) >= 0.95 * best)
 
 
-class Launch(NamedTuple):
-    """What a launcher is given, but for the stream."""
-
-    function: Any
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    record: Record
-
-
 class PreparedAttention:
     """An attention over fixed arrays, ready to be launched again with whatever these hold by then.
 
@@ -153,12 +143,10 @@ class PreparedAttention:
         held: Sequence[object],
     ) -> None:
         self.out = out
-        self._launcher, self._memory = launcher, memory
-        self._launches, self._held = tuple(launches), tuple(held)
+        self._memory, self._held = memory, tuple(held)
+        self._fire = launcher.bind(launches)
 
     def __call__(self) -> Array:
         """Enqueue on the stream that is current; returns `out`."""
-        stream = self._memory.stream()
-        for launch in self._launches:
-            self._launcher.launch(*launch, stream)
+        self._fire(self._memory.stream())
         return self.out

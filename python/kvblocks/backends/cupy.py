@@ -20,7 +20,7 @@ from kvblocks.backends.foreign import is_dlpack_only, look_at
 from kvblocks.config import CacheConfig
 from kvblocks.kernels import specs
 from kvblocks.kernels.cubins import Cubins
-from kvblocks.kernels.launcher import Attributes, Grid
+from kvblocks.kernels.launcher import Attributes, Grid, Launch
 from kvblocks.kernels.specs import Instance
 from kvblocks.layout import Array
 
@@ -93,26 +93,26 @@ class CupyLauncher:
         stream: int,
     ) -> None:
         """See `Launcher.launch`."""
-        self.bind(function, grid, threads, shared_bytes, params)(stream)
+        self.bind([Launch(function, grid, threads, shared_bytes, params)])(stream)
 
-    def bind(
-        self, function: Any, grid: Grid, threads: int, shared_bytes: int, params: NDArray[np.void]
-    ) -> Callable[[int], None]:
+    def bind(self, launches: Sequence[Launch]) -> Callable[[int], None]:
         """See `Launcher.bind`."""
-        # What the driver takes: an array of addresses of parameters, of which there is one.
-        addresses = np.array([params.ctypes.data], np.uint64)
-        at, code, (x, y, z), device = addresses.ctypes.data, function.ptr, grid, self.device
-        launch, current, guard = self._cuda.driver.launchKernel, self._cuda.runtime.getDevice, self.guard
+        # What the driver takes: for each launch an array of addresses of parameters, of which there is one.
+        addresses = np.array([each.params.ctypes.data for each in launches], np.uint64)
+        ready = [
+            (each.function.ptr, *each.grid, each.threads, 1, 1, each.shared_bytes, addresses[at:].ctypes.data)
+            for at, each in enumerate(launches)
+        ]
+        launch, current, device = self._cuda.driver.launchKernel, self._cuda.runtime.getDevice, self.device
 
-        # The defaults keep alive what the driver reads by address.
-        def fire(
-            stream: int, _addresses: Any = addresses, _params: Any = params, _function: Any = function
-        ) -> None:
-            if current() == device:
-                launch(code, x, y, z, threads, 1, 1, shared_bytes, stream, at, 0)
+        # The default keeps alive what the driver reads by address.
+        def fire(stream: int, _held: Any = (addresses, tuple(launches))) -> None:
+            if current() != device:
+                with self.guard():
+                    fire(stream)
                 return
-            with guard():
-                launch(code, x, y, z, threads, 1, 1, shared_bytes, stream, at, 0)
+            for code, x, y, z, threads, one, two, shared_bytes, at in ready:
+                launch(code, x, y, z, threads, one, two, shared_bytes, stream, at, 0)
 
         return fire
 
@@ -138,11 +138,14 @@ class CupyLauncher:
         guard: AbstractContextManager[Any] = self._cuda.Device(self.device)
         return guard
 
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is being captured."""
+        # The null stream cannot be captured, and asking it would end the capture of another one.
+        return stream not in (0, 1) and bool(self._cuda.runtime.streamIsCapturing(stream))
+
     def refuse_in_capture(self, message: str) -> None:
         """Raise CaptureError with a message if the current stream is being captured."""
-        stream = self._cuda.get_current_stream(self.device).ptr
-        # The null stream cannot be captured, and asking it would end the capture of another one.
-        if stream not in (0, 1) and self._cuda.runtime.streamIsCapturing(stream):
+        if self.is_capturing(self._cuda.get_current_stream(self.device).ptr):
             raise CaptureError(message)
 
 
@@ -179,6 +182,10 @@ class CupyMemory:
         with self._launcher.guard():
             return self._cupy.empty(tuple(shape), dtype)
 
+    def scratch(self, shape: Sequence[int], dtype: Any) -> Array:
+        """See `Memory.scratch`."""
+        return self.empty(shape, dtype)
+
     def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
         """See `Memory.zeros`."""
         array = self.empty(shape, dtype)
@@ -189,7 +196,7 @@ class CupyMemory:
     def upload(self, array: NDArray[Any]) -> Array:
         """See `Memory.upload`."""
         self._launcher.refuse_in_capture(
-            "a table would be uploaded inside a capture: run the call once before it"
+            "a table would be uploaded inside a capture: call kvblocks.gpu.warmup, and run the call once, before it"
         )
         with self._launcher.guard():
             uploaded = self._cupy.asarray(array)
@@ -201,6 +208,7 @@ class CupyMemory:
         """See `Memory.download`. Raises CaptureError inside a capture."""
         self._launcher.refuse_in_capture("an array would be read back inside a capture")
         with self._launcher.guard():
+            self._cupy.cuda.runtime.deviceSynchronize()
             host: NDArray[Any] = self._cupy.asnumpy(array)
         return host
 

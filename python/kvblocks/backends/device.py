@@ -8,13 +8,14 @@ stream that `Memory.stream` names at that moment.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.backends.attention import Launch, PreparedAttention, plan_attention
+from kvblocks.backends.attention import PreparedAttention, plan_attention
 from kvblocks.backends.base import Supported, Tail
 from kvblocks.backends.checks import (
     check_attend,
@@ -44,7 +45,7 @@ from kvblocks.config import LAYOUTS, CacheConfig, as_integer
 from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
 from kvblocks.kernels import params as records
 from kvblocks.kernels import specs
-from kvblocks.kernels.launcher import Launcher
+from kvblocks.kernels.launcher import Launch, Launcher
 from kvblocks.kernels.specs import DTYPES, SCALE_MODES, Instance
 from kvblocks.layout import Array, LayerCache, dtype_name, storage_dtype, storage_shape
 
@@ -73,16 +74,23 @@ class DeviceBackend:
     def __init__(
         self, name: str, launcher: Launcher, memory: Memory, *, split_size: int | None = None
     ) -> None:
-        if split_size is not None and (split_size < 64 or split_size % 64):
-            raise ValueError(f"split_size is {split_size}: expected a multiple of 64, or None")
         self.name = name
         self.launcher = launcher
         self.memory = memory
-        self.split_size = split_size
+        self.split_size = _checked_split_size(split_size)
         # A report a device, as kernels reach the memory of their own.
         self._errors: dict[int, Array] = {}
         self._described: WeakKeyDictionary[LayerCache, LayerCache] = WeakKeyDictionary()
-        self._regions: dict[bytes, Array] = {}
+        # By the first cache of a pool: a captured graph reads a table for as long as the pool lives.
+        self._tables: WeakKeyDictionary[LayerCache, dict[bytes, Array]] = WeakKeyDictionary()
+
+    def splitting(self, split_size: int | None) -> "DeviceBackend":
+        """The same backend, its tables and its error report included, with another split_size."""
+        if split_size == self.split_size:
+            return self
+        other = copy(self)
+        other.split_size = _checked_split_size(split_size)
+        return other
 
     def supported(self) -> Supported:
         """See `Backend.supported`."""
@@ -318,13 +326,13 @@ class DeviceBackend:
         self._fill_cache(record, seen)
         record["scale"], record["soft_cap"] = checked.scale, checked.soft_cap or 0.0
         record["window"] = _INT32_MAX if checked.window is None else checked.window
-        launches, partial = self._attention(record, seen) if num_tokens else ([], None)
+        launches, partials = self._attention(record, seen) if num_tokens else ([], [])
         per_head = [each for each in (sinks, alibi_slopes) if each is not None]
         originals = (q, block_tables, seq_lens, query_start_loc, *per_head)
         copied = not in_place or any(
             each.array is not original for each, original in zip(held, originals, strict=True)
         )
-        kept = (cache, held, partial, optional)
+        kept = (cache, held, partials, optional)
         return PreparedAttention(self.launcher, self.memory, launches, target, kept), copied
 
     def copy_blocks(self, caches: Sequence[LayerCache], copies: Array) -> None:
@@ -342,7 +350,7 @@ class DeviceBackend:
         )
         num_pieces = max(1, min(64, block_bytes // (specs.COPY_BLOCKS.threads * 4 * 16)))
         record = np.zeros((), records.COPY)
-        table = self._region_table(regions)
+        table = self._region_table(caches[0], regions)
         record["regions"], record["copies"] = (
             address_of(self.memory.describe("regions", table)),
             address_of(pairs.view),
@@ -380,7 +388,7 @@ class DeviceBackend:
             for region in regions
         )
         record = np.zeros((), records.MOVE)
-        table = self._region_table(regions)
+        table = self._region_table(caches[0], regions)
         record["regions"] = address_of(self.memory.describe("regions", table))
         record["moves"], record["move_start"] = (address_of(each.view) for each in held)
         record["error"] = self._error_address()
@@ -520,7 +528,8 @@ class DeviceBackend:
         if code == 0:
             return None
         self.memory.assign(report, 0)
-        return f"{_CODES[code]}: row {row}, column {column}, value {np.uint32(value).astype(np.int32)}"
+        self.memory.download(report)  # cleared before a kernel on another stream could report again
+        return f"{_CODES[code]}: row {row}, column {column}, value {value}"
 
     # --- Arguments.
 
@@ -554,21 +563,20 @@ class DeviceBackend:
 
     def _error(self) -> Array:
         device = self.memory.device()
-        if device not in self._errors:
-            self._errors[device] = self.memory.zeros((4,), np.uint32)
+        if device not in self._errors:  # uploaded, so that it is there for the streams of all callers
+            self._errors[device] = self.memory.upload(np.zeros(4, np.int32))
         return self._errors[device]
 
     def _error_address(self) -> int:
         return address_of(self.memory.describe("error", self._error()))
 
-    def _region_table(self, regions: list[Record]) -> Array:
+    def _region_table(self, first: LayerCache, regions: list[Record]) -> Array:
         host = np.array(regions, records.REGION)
         key = host.tobytes()
-        if key not in self._regions:
-            if len(self._regions) >= 16:
-                self._regions.pop(next(iter(self._regions)))
-            self._regions[key] = self.memory.upload(host.view(np.uint8))
-        return self._regions[key]
+        tables = self._tables.setdefault(first, {})
+        if key not in tables:
+            tables[key] = self.memory.upload(host.view(np.uint8))
+        return tables[key]
 
     def _fill_queries(
         self, record: Record, q: Array, q_view: NDArray[Any], out: NDArray[Any], lse: NDArray[Any] | None
@@ -629,19 +637,20 @@ class DeviceBackend:
 
     # --- Attention.
 
-    def _attention(self, record: Record, seen: LayerCache) -> tuple[list[Launch], Array | None]:
-        """The launches of an attention whose record lacks only its splits, and the array of their partial results."""
+    def _attention(self, record: Record, seen: LayerCache) -> tuple[list[Launch], list[Array]]:
+        """The launches of an attention whose record lacks only its splits, and the arrays of their partial results."""
         memory = self.memory
         plan = plan_attention(
             record, seen, memory.num_multiprocessors, memory.max_shared_bytes, self.split_size
         )
-        partial = None
+        partials: list[Array] = []
         record["num_splits"], record["split_size"] = plan.num_splits, self.split_size or 0
         num_rows = plan.num_splits * int(record["num_tokens"]) * int(record["num_q_heads"])
         if plan.num_splits > 1:
-            partial = memory.empty((num_rows * (seen.head_dim_v + 1),), np.float32)
-            address = address_of(memory.describe("partial", partial))
-            record["partial_out"], record["partial_lse"] = address, address + num_rows * seen.head_dim_v * 4
+            partials = [memory.scratch((num_rows, size), np.float32) for size in (seen.head_dim_v, 1)]
+            record["partial_out"], record["partial_lse"] = (
+                address_of(memory.describe("partial", each)) for each in partials
+            )
         whole = record
         if plan.lanes_log2 is not None:
             whole = np.zeros((), records.SIMT)
@@ -650,7 +659,7 @@ class DeviceBackend:
         if plan.num_splits > 1:
             grid = (-(-num_rows // plan.num_splits // 4), 1, 1)
             launches.append(self._prepare(specs.only(specs.COMBINE_SPLITS), grid, 0, record))
-        return launches, partial
+        return launches, partials
 
     # --- Launches.
 
@@ -663,6 +672,12 @@ class DeviceBackend:
         self, instance: Instance, grid: tuple[int, int, int], shared_bytes: int, record: Record
     ) -> None:
         self.launcher.launch(*self._prepare(instance, grid, shared_bytes, record), self.memory.stream())
+
+
+def _checked_split_size(split_size: int | None) -> int | None:
+    if split_size is not None and (split_size < 64 or split_size % 64):
+        raise ValueError(f"split_size is {split_size}: expected a multiple of 64, or None")
+    return split_size
 
 
 class _Csr(NamedTuple):

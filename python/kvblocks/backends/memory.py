@@ -27,6 +27,9 @@ class Memory(Protocol):
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         """A new array of undefined contents."""
 
+    def scratch(self, shape: Sequence[int], dtype: Any) -> Array:
+        """`empty`, for what nobody reads any more once the call's own launches are done."""
+
     def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
         """A new array of zeros."""
 
@@ -34,7 +37,7 @@ class Memory(Protocol):
         """A copy of a host array, there for every stream; waits for it to arrive."""
 
     def download(self, array: Array) -> NDArray[Any]:
-        """A copy on the host; waits for the device."""
+        """A copy on the host; waits for all that the device has to do, on whatever stream."""
 
     def plain(self, array: Array) -> Array:
         """A contiguous, aligned copy."""

@@ -21,7 +21,8 @@ from kvblocks.backends.device import DeviceBackend
 from kvblocks.backends.foreign import DeviceArray, look_at
 from kvblocks.config import CacheConfig
 from kvblocks.formats import Format, KVFormat
-from kvblocks.gpu.devices import device_for
+from kvblocks.gpu.dispatch import dispatcher_for, dispatcher_of
+from kvblocks.gpu.libraries import libraries_in_use
 from kvblocks.layout import Array, LayerCache
 
 
@@ -61,7 +62,9 @@ def write_kv(cache: LayerCache, k: Array, v: Array, slot_mapping: Array, *, stre
     k, v: float32, float16 or bfloat16 [>= num_slots, num_kv_heads, head_dim] of any strides. slot_mapping: int64
     [num_slots], of which negative ones are skipped.
     """
-    device_for(k).run(_write, ("k", "v", "slot_mapping"), (k, v, slot_mapping), cache=cache, stream=stream)
+    dispatcher_for(k).run(
+        _write, ("k", "v", "slot_mapping"), (k, v, slot_mapping), cache=cache, stream=stream
+    )
 
 
 _ATTEND = ("q", "block_tables", "seq_lens", "query_start_loc", "sinks", "alibi_slopes", "out", "lse")
@@ -81,8 +84,9 @@ def _attend(
     scale: float | None,
     window: int | None,
     soft_cap: float | None,
+    split_size: int | None,
 ) -> Array:
-    return backend.attend(
+    return backend.splitting(split_size).attend(
         cache,
         q,
         block_tables,
@@ -121,19 +125,19 @@ def paged_attention(
     q: float32, float16 or bfloat16 [num_tokens, num_q_heads, head_dim]. Lengths and tables are read on the device and
     the grid depends on shapes only, so one captured call serves every step whose tables fit. split_size: keys of a
     split, a multiple of 64, for results that do not depend on the batch; None: as many splits as fill the device.
-    workspace: device memory for the partial results of split keys, with `out` given, for captures outside of torch;
-    the error says how much a call needs. One launch, or two where keys are split.
+    workspace: device memory for the partial results of split keys, for captures outside of torch, which need `out` as
+    well; the error says how much a call needs. None: memory that is kept for the stream. One launch, or two where keys
+    are split.
     """
-    if workspace is not None and out is None:
-        raise ValueError("workspace: give out as well, as the workspace holds partial results only")
-    return device_for(q, split_size).run(
+    return dispatcher_for(q).run(
         _attend,
         _ATTEND,
         (q, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse),
-        (scale, window, soft_cap),
-        cache=cache,
-        stream=stream,
-        workspace=workspace,
+        (scale, window, soft_cap, split_size),
+        cache,
+        (),
+        stream,
+        workspace,
     )
 
 
@@ -151,8 +155,10 @@ _ATTEND_CSR = (
 
 
 def _attend_csr(backend: DeviceBackend, cache: LayerCache, *arrays_and_options: Any) -> Array:
-    *arrays, sinks, alibi_slopes, out, lse, max_blocks, scale, window, soft_cap = arrays_and_options
-    return backend.attend_csr(
+    *arrays, sinks, alibi_slopes, out, lse, max_blocks, scale, window, soft_cap, split_size = (
+        arrays_and_options
+    )
+    return backend.splitting(split_size).attend_csr(
         cache,
         *arrays,
         max_blocks=max_blocks,
@@ -186,11 +192,11 @@ def paged_attention_csr(
     stream: object = None,
 ) -> Array:
     """`paged_attention` with the tables in FlashInfer's form; see `DeviceBackend.attend_csr`."""
-    return device_for(q, split_size).run(
+    return dispatcher_for(q).run(
         _attend_csr,
         _ATTEND_CSR,
         (q, kv_indptr, kv_indices, kv_last_block_len, query_start_loc, sinks, alibi_slopes, out, lse),
-        (max_blocks, scale, window, soft_cap),
+        (max_blocks, scale, window, soft_cap, split_size),
         cache=cache,
         stream=stream,
     )
@@ -206,7 +212,7 @@ def merge_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, stream: object = None
 ) -> tuple[Array, Array]:
     """Attention over the union of two disjoint sets of keys; see `Backend.merge_states`. One launch."""
-    merged: tuple[Array, Array] = device_for(out_a).run(
+    merged: tuple[Array, Array] = dispatcher_for(out_a).run(
         _merge, ("out_a", "lse_a", "out_b", "lse_b"), (out_a, lse_a, out_b, lse_b), stream=stream
     )
     return merged
@@ -219,7 +225,7 @@ def _copy(backend: DeviceBackend, caches: Sequence[LayerCache], copies: Array) -
 def copy_blocks(caches: Sequence[LayerCache], copies: Array, *, stream: object = None) -> None:
     """Copy whole blocks in every cache, scales included; copies int32 [m, 2] of (source, destination). One launch."""
     if len(caches):
-        device_for(copies).run(_copy, ("copies",), (copies,), pool=tuple(caches), stream=stream)
+        dispatcher_for(copies).run(_copy, ("copies",), (copies,), pool=tuple(caches), stream=stream)
 
 
 def _move(backend: DeviceBackend, caches: Sequence[LayerCache], moves: Array, move_start: Array) -> None:
@@ -231,7 +237,7 @@ def move_slots(
 ) -> None:
     """Copy tokens from slot to slot in every cache; see `DeviceBackend.move_slots`. One launch."""
     if len(caches):
-        device_for(moves).run(
+        dispatcher_for(moves).run(
             _move, ("moves", "move_start"), (moves, move_start), pool=tuple(caches), stream=stream
         )
 
@@ -249,7 +255,7 @@ def gather_kv(
 
     dtype: "float32", "float16" or "bfloat16". One launch.
     """
-    rows: tuple[Array, Array] = device_for(block_table).run(
+    rows: tuple[Array, Array] = dispatcher_for(block_table).run(
         _gather, ("block_table",), (block_table,), (seq_len, dtype), cache=cache, stream=stream
     )
     return rows
@@ -272,7 +278,7 @@ def quantize(
     1.0 that nobody chose clips in silence. `amax` and `num_clipped` of the result tell, without waiting for the device.
     """
     plain = isinstance(scale, (str, int, float))
-    encoded: Encoded = device_for(x).run(
+    encoded: Encoded = dispatcher_for(x).run(
         _quantize,
         ("x", "scale"),
         (x, None if plain else scale),
@@ -292,7 +298,7 @@ def dequantize(
     codes: Array, kv_format: Format | str, scale: Array, *, dtype: str = "float32", stream: object = None
 ) -> Array:
     """Values [num_tokens, num_heads, dim] of what `quantize` gave; codes of an FP8 dtype or its bytes. One launch."""
-    return device_for(codes).run(
+    return dispatcher_for(codes).run(
         _dequantize, ("codes", "scale"), (codes, scale), (kv_format, dtype), stream=stream
     )
 
@@ -302,13 +308,18 @@ def first_error(array: Array) -> str | None:
 
     array: any of those that the calls were given; it says which device and library.
     """
-    return device_for(array).planner.first_error()
+    dispatcher = dispatcher_for(array)
+    return dispatcher.planner(dispatcher.library.device_of(array)).first_error()
 
 
 def warmup(config: CacheConfig | None = None, device: int | None = None) -> int:
     """Load the kernels that a cache of a config may launch, or all, onto a device; returns how many were compiled.
 
-    Before a capture, and so that no request waits for a compiler. Seconds of CPU time for each that no cache has.
+    Before a capture, and so that no request waits for a compiler. device: None is CuPy's current one. Seconds of CPU
+    time for each kernel that no cache has.
     """
     launcher = launcher_of(device)
-    return launcher.warmup() if config is None else launcher.warmup(instances_for(config))
+    num_compiled = launcher.warmup() if config is None else launcher.warmup(instances_for(config))
+    for library in libraries_in_use():
+        dispatcher_of(library).planner(launcher.device)  # its report of errors, for all streams
+    return num_compiled

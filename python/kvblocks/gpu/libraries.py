@@ -9,18 +9,18 @@ caller who synchronises as he would with his own operations is right.
 import importlib
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks.backends.cupy import CupyMemory, launcher_of
+from kvblocks.backends.cupy import CaptureError, CupyMemory, launcher_of
 from kvblocks.backends.foreign import cupy_stream, is_dlpack_only, look_at
 from kvblocks.backends.memory import Memory
-from kvblocks.gpu.plans import ALIGNMENT
+from kvblocks.gpu.patches import ALIGNMENT
 from kvblocks.kernels.launcher import Launcher
 from kvblocks.layout import Array
 
@@ -28,8 +28,11 @@ from kvblocks.layout import Array
 class Library(Protocol):
     """What a direct function needs of the arrays that it is given."""
 
-    def look(self, array: Array) -> tuple[int, object]:
-        """The address, and what else decides how a call is planned: shape, strides, dtype, device, alignment."""
+    def look(self, names: Sequence[str], arrays: Sequence[Array | None]) -> tuple[list[int], object]:
+        """The addresses, and what else decides how a call is planned: shapes, strides, dtypes, devices, alignments.
+
+        0 and None for None. Raises TypeError that names what is no array of the library.
+        """
 
     def address_of(self, array: Array) -> int:
         """The address of an array that `memory` made."""
@@ -50,7 +53,10 @@ class Library(Protocol):
         """A block whose work and new arrays of the library belong to a stream."""
 
     def planning_on(self, stream: int, device: int) -> AbstractContextManager[Any]:
-        """A block in which the launcher sees which stream a call will go to, and so whether it is captured."""
+        """A block in which launcher and memory see which stream a call will go to, and so whether it is captured."""
+
+    def is_capturing(self, stream: int, device: int) -> bool:
+        """Whether a stream is being captured."""
 
     def launcher(self, device: int) -> Launcher:
         """The launcher of a device."""
@@ -65,28 +71,28 @@ class CupyLibrary:
     def __init__(self) -> None:
         self._cupy: Any = importlib.import_module("cupy")
 
-    def look(self, array: Array) -> tuple[int, object]:
+    def look(self, names: Sequence[str], arrays: Sequence[Array | None]) -> tuple[list[int], object]:
         """See `Library.look`."""
-        if isinstance(array, self._cupy.ndarray):
-            address = array.data.ptr
-            return address, (
-                array.shape,
-                array.strides,
-                array.dtype.char,
-                array.device.id,
-                address % ALIGNMENT,
-            )
-        if is_dlpack_only(array):
-            return self.look(self._cupy.from_dlpack(array))
-        seen = look_at("array", array)
-        self._order_after(array)
-        return seen.address, (
-            seen.shape,
-            seen.strides,
-            seen.dtype.char,
-            seen.device,
-            seen.address % ALIGNMENT,
-        )
+        own = self._cupy.ndarray
+        addresses: list[int] = []
+        looks: list[object] = []
+        for name, array in zip(names, arrays, strict=True):
+            if array is None:
+                addresses.append(0)
+                looks.append(None)
+                continue
+            if isinstance(array, own):
+                address, device = array.data.ptr, array.device.id
+                looks += array.shape, array.strides, array.dtype.char, device, address % ALIGNMENT
+            else:
+                if is_dlpack_only(array):
+                    array = self._cupy.from_dlpack(array)
+                seen = look_at(name, array)
+                self._order_after(array)
+                address = seen.address
+                looks += seen.shape, seen.strides, seen.dtype.char, seen.device, address % ALIGNMENT
+            addresses.append(address)
+        return addresses, tuple(looks)
 
     def address_of(self, array: Array) -> int:
         """See `Library.address_of`."""
@@ -131,6 +137,10 @@ class CupyLibrary:
 
     planning_on = on
 
+    def is_capturing(self, stream: int, device: int) -> bool:
+        """See `Library.is_capturing`."""
+        return launcher_of(device).is_capturing(stream)
+
     def launcher(self, device: int) -> Launcher:
         """See `Library.launcher`."""
         return launcher_of(device)
@@ -150,10 +160,33 @@ class TorchLibrary:
             importlib.import_module("torch._C"), "_cuda_getCurrentRawStream", None
         )
 
-    def look(self, array: Array) -> tuple[int, object]:
+    def look(self, names: Sequence[str], arrays: Sequence[Array | None]) -> tuple[list[int], object]:
         """See `Library.look`."""
-        address = array.data_ptr()
-        return address, (array.shape, array.stride(), array.dtype, array.get_device(), address % ALIGNMENT)
+        addresses: list[int] = []
+        looks: list[object] = []
+        try:
+            for array in arrays:
+                if array is None:
+                    addresses.append(0)
+                    looks.append(None)
+                    continue
+                address = array.data_ptr()
+                addresses.append(address)
+                # Most are contiguous, which costs less to ask than their strides.
+                looks += (
+                    array.shape,
+                    array.is_contiguous() or array.stride(),
+                    array.dtype,
+                    array.get_device(),
+                    address % ALIGNMENT,
+                )
+        except AttributeError:
+            for name, array in zip(names, arrays, strict=True):
+                if array is not None and not isinstance(array, self._torch.Tensor):
+                    look_at(name, array)
+                    raise TypeError(f"{name}: {type(array).__name__}, expected a torch tensor") from None
+            raise
+        return addresses, tuple(looks)
 
     def address_of(self, array: Array) -> int:
         """See `Library.address_of`."""
@@ -190,9 +223,18 @@ class TorchLibrary:
 
     def planning_on(self, stream: int, device: int) -> AbstractContextManager[Any]:
         """See `Library.planning_on`."""
-        cuda = importlib.import_module("cupy").cuda
-        context: AbstractContextManager[Any] = cupy_stream(cuda, stream, device)
-        return context
+        return self._planning_on(stream, device)
+
+    @contextmanager
+    def _planning_on(self, stream: int, device: int) -> Iterator[None]:
+        with ExitStack() as both:
+            both.enter_context(cupy_stream(importlib.import_module("cupy").cuda, stream, device))
+            both.enter_context(self.on(stream, device))
+            yield
+
+    def is_capturing(self, stream: int, device: int) -> bool:
+        """See `Library.is_capturing`."""
+        return launcher_of(device).is_capturing(stream)
 
     def launcher(self, device: int) -> Launcher:
         """See `Library.launcher`."""
@@ -200,17 +242,28 @@ class TorchLibrary:
 
     def memory(self, device: int) -> Memory:
         """See `Library.memory`."""
-        attributes = CupyMemory(launcher_of(device))
+        launcher = launcher_of(device)
+        attributes = CupyMemory(launcher)
         return TorchMemory(
-            self._torch.device("cuda", device), attributes.num_multiprocessors, attributes.max_shared_bytes
+            self._torch.device("cuda", device),
+            attributes.num_multiprocessors,
+            attributes.max_shared_bytes,
+            launcher.is_capturing,
         )
 
 
 class TorchMemory:
     """New tensors of one device. An element of 16 bits without a sign is a bfloat16, as everywhere."""
 
-    def __init__(self, device: Any, num_multiprocessors: int, max_shared_bytes: int) -> None:
+    def __init__(
+        self,
+        device: Any,
+        num_multiprocessors: int,
+        max_shared_bytes: int,
+        is_capturing: Callable[[int], bool],
+    ) -> None:
         self._torch: Any = importlib.import_module("torch")
+        self._is_capturing = is_capturing
         self._device = device
         self.num_multiprocessors = num_multiprocessors
         self.max_shared_bytes = max_shared_bytes
@@ -234,18 +287,32 @@ class TorchMemory:
         """See `Memory.empty`."""
         return self._torch.empty(tuple(shape), dtype=self._dtypes[np.dtype(dtype)], device=self._device)
 
+    def scratch(self, shape: Sequence[int], dtype: Any) -> Array:
+        """See `Memory.scratch`."""
+        return self.empty(shape, dtype)
+
     def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
         """See `Memory.zeros`."""
         return self._torch.zeros(tuple(shape), dtype=self._dtypes[np.dtype(dtype)], device=self._device)
 
     def upload(self, array: NDArray[Any]) -> Array:
-        """See `Memory.upload`."""
+        """See `Memory.upload`. Raises CaptureError inside a capture."""
+        self._refuse_in_capture()
         return self._torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     def download(self, array: Array) -> NDArray[Any]:
-        """See `Memory.download`."""
+        """See `Memory.download`. Raises CaptureError inside a capture."""
+        self._refuse_in_capture()
+        self._torch.cuda.synchronize(self._device)
         host: NDArray[Any] = array.cpu().numpy()
         return host
+
+    def _refuse_in_capture(self) -> None:
+        if self._is_capturing(self.stream()):
+            raise CaptureError(
+                "a host's array would be copied inside a capture: call kvblocks.gpu.warmup, and run the call once, "
+                "before it"
+            )
 
     def plain(self, array: Array) -> Array:
         """See `Memory.plain`."""
@@ -310,3 +377,10 @@ def library_named(name: str) -> Library:
     if name not in ("torch", "cupy"):
         raise ValueError(f"library is {name!r}: expected 'torch' or 'cupy'")
     return _torch() if name == "torch" else _cupy()
+
+
+def libraries_in_use() -> list[Library]:
+    """CuPy, and torch where it has been imported and has devices."""
+    torch = sys.modules.get("torch")
+    has_torch = torch is not None and torch.cuda.is_available()
+    return [_cupy(), *([_torch()] if has_torch else [])]

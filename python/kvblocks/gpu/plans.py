@@ -1,14 +1,13 @@
 """Calls that are planned once by their shapes, and repeated with other addresses.
 
-Owns `Plan` and `Planner`. Imports the device backend and kernels.
-Invariant: a plan is made by the device backend itself, run over placeholders: each argument and each temporary array
-stands at an address that no array can have, and its place in the parameters is where that address turns up. So a
-repeated call launches what the backend would, with the same bytes but for the addresses.
+Owns `Plan` and `Planner`. Imports the device backend, patches and kernels.
+Invariant: a plan is made by the device backend itself, run over placeholders of the arguments and of temporary arrays.
+So a repeated call launches what the backend would, with the same bytes but for the addresses.
 """
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -16,53 +15,17 @@ from numpy.typing import NDArray
 
 from kvblocks.backends.device import DeviceBackend
 from kvblocks.backends.memory import Memory
-from kvblocks.kernels.launcher import Attributes, Grid, Launcher
-from kvblocks.kernels.params import POINTER
+from kvblocks.gpu.patches import (
+    ALIGNMENT,
+    FIRST_SCRATCH,
+    Patches,
+    Placeholder,
+    new_placeholder,
+    placeholder,
+)
+from kvblocks.kernels.launcher import Attributes, Grid, Launch, Launcher
 from kvblocks.kernels.specs import Instance
 from kvblocks.layout import Array, LayerCache
-
-# Placeholder i stands in the middle of its own range of 2^50 bytes, beyond every address of a process.
-_FIRST: Final = 1 << 62
-_RANGE_LOG2: Final = 50
-_MIDDLE: Final = 1 << (_RANGE_LOG2 - 1)
-# Bytes of the widest access: what placeholders keep of an address, and signatures tell apart.
-ALIGNMENT: Final = 16
-
-
-class Placeholder:
-    """An array that a plan knows by number, shape, dtype and strides."""
-
-    def __init__(self, number: int, view: NDArray[Any]) -> None:
-        self.number = number
-        self.view = view
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the axes."""
-        return self.view.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the elements."""
-        return self.view.dtype
-
-
-class _Described:
-    def __init__(self, **interface: Any) -> None:
-        self.__array_interface__ = interface | {"version": 3}
-
-
-def _base(number: int) -> int:
-    return _FIRST + (number << _RANGE_LOG2) + _MIDDLE
-
-
-def placeholder(number: int, view: NDArray[Any]) -> Placeholder:
-    """Stand in for an array that is described by a view; number: of it in its plan."""
-    address = _base(number) + view.ctypes.data % ALIGNMENT
-    described = _Described(
-        data=(address, False), shape=view.shape, typestr=view.dtype.str, strides=view.strides
-    )
-    return Placeholder(number, np.asarray(described))
 
 
 class _Make(NamedTuple):
@@ -75,15 +38,6 @@ class _Make(NamedTuple):
 class _Assign(NamedTuple):
     target: int
     source: int
-
-
-class _Launch(NamedTuple):
-    """words: the parameters as 64-bit words. patches: (word, number of the array, bytes beyond its address)."""
-
-    words: memoryview
-    patches: list[tuple[int, int, int]]
-    fire: Callable[[int], None]
-    record: NDArray[np.void]
 
 
 class _PlanningMemory:
@@ -105,6 +59,9 @@ class _PlanningMemory:
         if self.plan is None:
             return self.real.empty(shape, dtype)
         return self.plan.made(shape, dtype, lambda memory, _: memory.empty(shape, dtype))
+
+    def scratch(self, shape: Sequence[int], dtype: Any) -> Array:
+        return self.real.scratch(shape, dtype) if self.plan is None else self.plan.scratched(shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
         if self.plan is None:
@@ -170,75 +127,47 @@ class _PlanningLauncher:
         stream: int,
     ) -> None:
         assert self._memory.plan is not None
-        plan = self._memory.plan
-        # Attention and the combination of its splits take the same bytes: one record serves both.
-        if plan.launches and params.tobytes() == plan.placed:
-            record = plan.launches[-1].record
-            fire = self.real.bind(function, grid, threads, shared_bytes, record)
-            plan.launches.append(plan.launches[-1]._replace(fire=fire, patches=[]))
-            return
-        record, plan.placed = params.copy(), params.tobytes()
-        fire = self.real.bind(function, grid, threads, shared_bytes, record)
-        plan.launches.append(_bound(record, fire, plan.offsets))
+        self._memory.plan.launches.append(Launch(function, grid, threads, shared_bytes, params.copy()))
 
-    def bind(
-        self, function: Any, grid: Grid, threads: int, shared_bytes: int, params: NDArray[np.void]
-    ) -> Callable[[int], None]:
-        return self.real.bind(function, grid, threads, shared_bytes, params)
+    def bind(self, launches: Sequence[Launch]) -> Callable[[int], None]:
+        def fire(stream: int) -> None:
+            for each in launches:
+                self.launch(*each, stream)
+
+        return fire
 
     def attributes(self, function: Any) -> Attributes:
         return self.real.attributes(function)
 
 
-def _bound(record: NDArray[np.void], fire: Callable[[int], None], offsets: Sequence[int]) -> _Launch:
-    patches = []
-    words = record.reshape(1).view(np.uint64)
-    for word in _pointer_words(record.dtype):
-        address = int(words[word])
-        if address >= _FIRST:
-            number = (address - _FIRST) >> _RANGE_LOG2
-            offset = offsets[number] if number < len(offsets) else 0
-            patches.append((word, number, address - _base(number) - offset))
-    return _Launch(words.data, patches, fire, record)
-
-
-def _pointer_words(dtype: np.dtype[Any], start: int = 0) -> list[int]:
-    """Which 64-bit words of a record are addresses."""
-    if dtype.subdtype is not None:
-        element, shape = dtype.subdtype
-        count = int(np.prod(shape))
-        return [
-            word for at in range(count) for word in _pointer_words(element, start + at * element.itemsize)
-        ]
-    if dtype.fields is None:
-        return [start // 8] if dtype == POINTER else []
-    return [
-        word for field, offset, *_ in dtype.fields.values() for word in _pointer_words(field, start + offset)
-    ]
-
-
 class Plan:
-    """One call, ready to be repeated over other arrays of the same signature. Any thread may run it."""
+    """One call, to be repeated over other arrays of the same signature.
 
-    def __init__(self, offsets: Sequence[int]) -> None:
-        self.offsets = (
-            offsets  # of each argument's address from a multiple of ALIGNMENT; placeholders have the same
-        )
-        self.launches: list[_Launch] = []
+    memory: of the device that it launches on. offsets: of each argument's address from a multiple of ALIGNMENT, which
+    its placeholder has as well.
+    """
+
+    def __init__(self, memory: Memory, offsets: Sequence[int]) -> None:
+        self.memory = memory
+        self.device = memory.device()
+        self.launches: list[Launch] = []
         self.makes: list[_Make] = []
         self.finishes: list[_Make] = []
         self.assigns: list[_Assign] = []
-        self.placed = b""  # the last launch's parameters, placeholders in them
+        self.scratch_bytes = 0
         self.kept: list[object] = []
         # Caches whose addresses are among the constants.
         self.pool: list[ref[LayerCache]] = []
         self.result: Any = None
+        self._offsets = offsets
         self._next = len(offsets)
-        self._running = threading.Lock()
+        self._scratch: list[int] = []
 
     def is_for(self, pool: Sequence[LayerCache]) -> bool:
         """Whether these are the caches whose addresses are among the constants."""
         return all(kept() is each for kept, each in zip(self.pool, pool, strict=True))
+
+    # --- While the plan is made.
 
     def made(
         self, shape: Sequence[int], dtype: Any, make: Callable[[Memory, list[Array]], Array]
@@ -262,37 +191,53 @@ class Plan:
         number = self._next
         self._next += 1
         to.append(_Make(number, make))
-        # New arrays of every allocator are aligned like this one.
-        described = _Described(data=(ALIGNMENT, False), shape=tuple(shape), typestr=np.dtype(dtype).str)
-        return placeholder(number, np.asarray(described))
+        return new_placeholder(number, shape, dtype)
 
-    def run(
-        self,
-        memory: Memory,
-        address_of: Callable[[Array], int],
-        arrays: Sequence[Array],
-        addresses: list[int],
-        stream: int,
-    ) -> Any:
-        """Launch over arrays and their addresses, on a stream; returns what the backend's method returns."""
-        held = arrays
-        if self.makes:
-            held = list(arrays)
-            for each in self.makes:
-                array = each.make(memory, held)
-                held.append(array)
-                addresses.append(address_of(array))
-        with self._running:
-            for launch in self.launches:
-                words = launch.words
-                for word, number, delta in launch.patches:
-                    words[word] = addresses[number] + delta
-                launch.fire(stream)
-        if self.assigns or self.finishes:
-            held = list(held)
-            for pair in self.assigns:
-                memory.assign(held[pair.target], held[pair.source])
-            held += [each.make(memory, held) for each in self.finishes]
+    def scratched(self, shape: Sequence[int], dtype: Any) -> Placeholder:
+        """An array in the memory that each launch is given for its own use."""
+        array = new_placeholder(FIRST_SCRATCH + len(self._scratch), shape, dtype)
+        self._scratch.append(self.scratch_bytes)
+        self.scratch_bytes += -(-array.view.nbytes // ALIGNMENT) * ALIGNMENT
+        return array
+
+    def seal(self, launcher: Launcher) -> None:
+        """Prepare the launches, all of which are known now."""
+        # Attention and the combination of its splits take the same bytes: one record serves both.
+        records: dict[bytes, NDArray[np.void]] = {}
+        shared = [
+            each._replace(params=records.setdefault(each.params.tobytes(), each.params))
+            for each in self.launches
+        ]
+        patches = Patches(list(records.values()), self._offsets, len(self.makes), self._scratch)
+        self._write, self._fire = patches.write, launcher.bind(shared)
+        # What runs without its arrays: nothing is made of them, and the result is an argument or nothing.
+        self.is_simple = not (self.makes or self.finishes or self.assigns) and (
+            self.result is None or isinstance(self.result, Placeholder)
+        )
+
+    # --- A run: `prepare`, `launch`, `finish`, of which simple plans need the second only.
+
+    def prepare(
+        self, address_of: Callable[[Array], int], arrays: Sequence[Array], addresses: list[int]
+    ) -> list[Array]:
+        """The arguments with the arrays that a run makes before its launches, whose addresses are appended."""
+        held = list(arrays)
+        for each in self.makes:
+            array = each.make(self.memory, held)
+            held.append(array)
+            addresses.append(address_of(array))
+        return held
+
+    def launch(self, addresses: list[int], scratch: int, stream: int) -> None:
+        """Launch over these addresses. scratch: of `scratch_bytes`. Its caller lets one thread at a time do so."""
+        self._write(addresses, scratch)
+        self._fire(stream)
+
+    def finish(self, held: list[Array]) -> Any:
+        """What the backend's method returns, made now where it has to be."""
+        for pair in self.assigns:
+            self.memory.assign(held[pair.target], held[pair.source])
+        held += [each.make(self.memory, held) for each in self.finishes]
         return self._real(self.result, held)
 
     def _real(self, result: Any, held: Sequence[Array]) -> Any:
@@ -305,13 +250,12 @@ class Plan:
 
 
 class Planner:
-    """Makes plans for a launcher and a memory."""
+    """Makes plans for a launcher and a memory, of one device."""
 
-    def __init__(self, launcher: Launcher, memory: Memory, *, split_size: int | None = None) -> None:
+    def __init__(self, launcher: Launcher, memory: Memory) -> None:
+        self._launcher = launcher
         self._memory = _PlanningMemory(memory)
-        self.backend = DeviceBackend(
-            "planner", _PlanningLauncher(launcher, self._memory), self._memory, split_size=split_size
-        )
+        self._backend = DeviceBackend("planner", _PlanningLauncher(launcher, self._memory), self._memory)
         self._planning = threading.Lock()
         self.first_error()  # makes the report before there is a plan that would take it for its own
 
@@ -322,15 +266,16 @@ class Planner:
         """
         offsets = [0 if view is None else view.ctypes.data % ALIGNMENT for view in views]
         arguments = [None if view is None else placeholder(number, view) for number, view in enumerate(views)]
-        plan = Plan(offsets)
+        plan = Plan(self._memory.real, offsets)
         with self._planning:
             self._memory.plan = plan
             try:
-                plan.result = call(self.backend, *arguments)
+                plan.result = call(self._backend, *arguments)
             finally:
                 self._memory.plan = None
+        plan.seal(self._launcher)
         return plan
 
     def first_error(self) -> str | None:
         """See `DeviceBackend.first_error`."""
-        return self.backend.first_error()
+        return self._backend.first_error()

@@ -1,12 +1,12 @@
 """What runs a kernel: the interface behind which CuPy, and a host that emulates the device, are alike.
 
-Owns the protocol `Launcher`. Imports the list of kernels.
+Owns the protocol `Launcher` and `Launch`. Imports the list of kernels.
 Invariant: a launcher knows instances, addresses and streams; it knows nothing of caches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,16 @@ class Attributes:
 
     registers: int
     local_bytes: int
+
+
+class Launch(NamedTuple):
+    """What a launcher is given, but for the stream."""
+
+    function: Any
+    grid: Grid
+    threads: int
+    shared_bytes: int
+    params: NDArray[np.void]
 
 
 class Launcher(Protocol):
@@ -44,10 +54,8 @@ class Launcher(Protocol):
         params: a record of the kernel's struct, 0-dimensional; its bytes are copied before the call returns.
         """
 
-    def bind(
-        self, function: Any, grid: Grid, threads: int, shared_bytes: int, params: NDArray[np.void]
-    ) -> Callable[[int], None]:
-        """`launch` for later: called with a stream, it launches with what the record holds at that moment."""
+    def bind(self, launches: Sequence[Launch]) -> Callable[[int], None]:
+        """`launch` for later: called with a stream, it launches all with what their records hold at that moment."""
 
     def attributes(self, function: Any) -> Attributes:
         """What the function takes."""
