@@ -75,7 +75,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help=f"what to measure, see below (default: {DEFAULT_FORMATS})",
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes: about a minute on two cores, instead of many")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: about a minute on 2 cores, not many"
+    )
     text = parser.add_argument_group("text")
     text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: public-domain prose)")
     text.add_argument("--windows", type=_least(0), help="windows of text, 0 for none (default: 4, quick 2)")
