@@ -179,9 +179,9 @@ impl Manager {
             let mut expected = Usage::default();
             for seq in self.seqs.values().filter(|seq| seq.namespace == index) {
                 expected.num_seqs += 1;
-                expected.logical_blocks += seq.share.blocks;
-                expected.promised_blocks += seq.share.promised;
-                expected.reserved_slots += seq.share.ahead;
+                expected.logical_blocks += seq.share.blocks as usize;
+                expected.promised_blocks += seq.share.promised as usize;
+                expected.reserved_slots += seq.share.ahead as usize;
             }
             let mut published = 0;
             for block in self.pool.ids().filter(|&block| self.pool.blocks[block].namespace == index) {

@@ -11,7 +11,7 @@ slotmap::new_key_type! {
 }
 
 /// Index of a block in the storage, `0..num_blocks`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, bytemuck::TransparentWrapper)]
 #[repr(transparent)]
 pub struct BlockId(pub u32);
 

@@ -10,7 +10,7 @@ use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{settle, Counts, Manager};
 use crate::prefix;
 use crate::prompt::{Prompt, Tokens};
-use crate::sequence::{Sequence, Share};
+use crate::sequence::{Owed, Sequence, Share};
 
 /// Children that one `fork` call may make: a bound on what a wrong count can ask for.
 const MAX_CHILDREN: usize = 1 << 20;
@@ -118,12 +118,14 @@ impl Manager {
             self.check_batch(handles, false)?;
         }
         let held_before = self.pool.num_held();
-        let mut num_blocks = 0;
-        for &handle in handles {
-            if let Some(mut seq) = self.seqs.remove(handle) {
-                num_blocks += seq.release_all(&mut self.pool);
-                self.recycle(seq);
-            }
+        let (mut num_blocks, mut owed) = (0, Owed::default());
+        for (row, &handle) in handles.iter().enumerate() {
+            let Some(mut seq) = self.seqs.remove(handle) else { continue };
+            // Blocks that neighbours have in common, as children of one parent do, are let go of once for all of them.
+            let next = handles.get(row + 1).and_then(|&next| self.seqs.get(next));
+            let common = next.map_or(0, |next| seq.common_blocks(next, self.size));
+            num_blocks += seq.release_all_but(common, &mut owed, &mut self.pool);
+            self.recycle(seq);
         }
         Ok(Freed { num_blocks, num_deferred: self.pool.num_held() - held_before })
     }
@@ -135,11 +137,12 @@ impl Manager {
     }
 
     /// Stop counting a sequence that has released its blocks, and keep its table.
-    fn recycle(&mut self, seq: Sequence) {
+    fn recycle(&mut self, mut seq: Sequence) {
         self.counters.total.replace(seq.share, Share::default());
         self.pool.namespaces.usage(seq.namespace).replace(seq.share, Share::default());
         self.pool.namespaces.leave(seq.namespace);
         if self.spare_tables.len() < MAX_SPARE_TABLES {
+            seq.blocks.clear();
             self.spare_tables.push(seq.blocks);
         }
     }
@@ -148,9 +151,7 @@ impl Manager {
     fn share_computed(&mut self, handle: SeqHandle, times: usize) {
         let seq = &self.seqs[handle];
         let len = if times == 0 { 0 } else { self.size.blocks(seq.num_computed()) };
-        for &block in seq.blocks[..len].iter().filter(|&&block| block != BlockId::HOLE) {
-            self.pool.share_times(block, times as u32);
-        }
+        self.pool.share_owned(&seq.blocks[..len], times as u32);
     }
 
     /// The computed tokens as a sequence of their own: not counted yet, and its blocks still to be shared with it.
@@ -160,7 +161,6 @@ impl Manager {
         // Its tail may be shared from now on.
         parent.room = 0;
         let computed = parent.num_computed();
-        blocks.clear();
         let len = self.size.blocks(computed);
         blocks.reserve(len + len / 4 + 16);
         blocks.extend_from_slice(&parent.blocks[..len]);

@@ -17,7 +17,7 @@ use crate::sequence::{Cursors, Sequence};
 use crate::sequences::Sequences;
 use crate::stats::{Counters, Series};
 use crate::step::RowPlan;
-use crate::step_arrays::PlainRow;
+use crate::step_arrays::SingleRows;
 use crate::transfer::Transfer;
 
 /// How much of a prompt a full hit leaves to compute.
@@ -127,8 +127,8 @@ pub struct Manager {
     pub(crate) hits: Vec<BlockId>,
     /// Scratch of a step: the rows that need something from the pool.
     pub(crate) plan: Vec<RowPlan>,
-    /// Scratch of a step: what its arrays are to hold of the other rows.
-    pub(crate) plain: Vec<PlainRow>,
+    /// Scratch of a step: what its arrays are to hold of rows of one token.
+    pub(crate) single: SingleRows,
     /// Scratch of a commit: sequences that have filled a block, and its digest.
     pub(crate) filled: Vec<(SeqHandle, Digest)>,
     /// Tables of ended sequences, to be used again.
@@ -188,7 +188,7 @@ impl Manager {
             batch: 0,
             hits: Vec::new(),
             plan: Vec::new(),
-            plain: Vec::new(),
+            single: SingleRows::default(),
             filled: Vec::new(),
             spare_tables: Vec::new(),
         })

@@ -137,12 +137,25 @@ impl Pool {
     /// Hand out a block with one reference and no content: a free one, else the least recently used cached one. O(1).
     #[inline]
     pub fn take(&mut self, namespace: u32) -> Option<BlockId> {
-        let mut evictions = Evictions::default();
-        let block = self.take_uncounted(namespace, &mut evictions)?;
-        self.count_evictions(&evictions);
-        self.num_live += 1;
-        self.namespaces.usage(namespace).live_blocks += 1;
+        let block = self.take_uncounted(namespace)?;
+        self.count_taken(1, namespace);
         Some(block)
+    }
+
+    /// `take` of a block that the caller counts, with others, by `count_taken`. O(1).
+    #[inline]
+    pub fn take_uncounted(&mut self, namespace: u32) -> Option<BlockId> {
+        let mut evictions = Evictions::default();
+        let block = self.take_evicting(namespace, &mut evictions)?;
+        self.count_evictions(&evictions);
+        Some(block)
+    }
+
+    /// Count blocks that have been taken for a namespace.
+    #[inline]
+    pub fn count_taken(&mut self, num_blocks: usize, namespace: u32) {
+        self.num_live += num_blocks as u32;
+        self.namespaces.usage(namespace).live_blocks += num_blocks;
     }
 
     /// Ask for what is known of the block that will be taken after `count` others, if it is one without content.
@@ -167,8 +180,7 @@ impl Pool {
         if count > num_taken {
             self.evict_many(count - num_taken, namespace, table);
         }
-        self.num_live += count as u32;
-        self.namespaces.usage(namespace).live_blocks += count;
+        self.count_taken(count, namespace);
     }
 
     #[inline(never)]
@@ -178,13 +190,13 @@ impl Pool {
             self.look_ahead(&mut evictions);
         }
         for _ in 0..count {
-            table.extend(self.take_uncounted(namespace, &mut evictions));
+            table.extend(self.take_evicting(namespace, &mut evictions));
         }
         self.count_evictions(&evictions);
     }
 
     #[inline]
-    fn take_uncounted(&mut self, namespace: u32, evictions: &mut Evictions) -> Option<BlockId> {
+    fn take_evicting(&mut self, namespace: u32, evictions: &mut Evictions) -> Option<BlockId> {
         let block = match self.list.pop_unqueued() {
             Some(block) => block,
             None => self.pop_queued(evictions)?,
@@ -196,14 +208,8 @@ impl Pool {
     /// Add a sequence to the owners of a live, held or cached block; its content stays. O(1).
     #[inline]
     pub fn share(&mut self, block: BlockId) {
-        self.share_times(block, 1);
-    }
-
-    /// Add `times` sequences to the owners of a block. O(1), whatever the number.
-    #[inline]
-    pub fn share_times(&mut self, block: BlockId, times: u32) {
         let refs = self.blocks.refs(block);
-        *self.blocks.refs_mut(block) = refs + times;
+        *self.blocks.refs_mut(block) = refs + 1;
         if refs == 0 {
             self.list.unlink(block, &mut self.blocks);
             let namespace = self.blocks[block].namespace;
@@ -225,7 +231,7 @@ impl Pool {
                 num_revived += 1;
                 slots += u64::from(self.blocks[block].fill);
             } else {
-                self.share_times(block, 1);
+                self.share(block);
             }
         }
         self.count_revived(num_revived, slots, namespace);
@@ -255,11 +261,19 @@ impl Pool {
         self.lose_last_sequence(block, refs)
     }
 
-    /// Release the end of the table of a sequence of a namespace, last block first; returns (holes, blocks that nobody
-    /// owns any more). O(blocks).
-    pub fn release_tail(&mut self, tail: &[BlockId], namespace: u32) -> (usize, usize) {
+    /// Add `times` sequences to the owners of blocks that a sequence owns already. O(blocks), whatever the number.
+    pub fn share_owned(&mut self, table: &[BlockId], times: u32) {
+        let refs = self.blocks.all_refs_mut();
+        for block in table.iter().filter(|&&block| block != BlockId::HOLE) {
+            refs[block.index()] += times;
+        }
+    }
+
+    /// Release part of the table of a sequence of a namespace, last block first, `times` times; returns (holes, blocks
+    /// that nobody owns any more). O(blocks), whatever the number.
+    pub fn release_many(&mut self, part: &[BlockId], times: u32, namespace: u32) -> (usize, usize) {
         let (mut num_holes, mut num_orphans, mut num_cached, mut slots) = (0, 0, 0, 0);
-        for chunk in tail.rchunks(CHUNK) {
+        for chunk in part.rchunks(CHUNK) {
             // First the reference counts, which stand close together, then what nobody owns any more.
             let (mut orphans, mut len) = ([BlockId::HOLE; CHUNK], 0);
             let refs = self.blocks.all_refs_mut();
@@ -269,7 +283,7 @@ impl Pool {
                     continue;
                 }
                 let refs = &mut refs[block.index()];
-                *refs -= 1;
+                *refs -= times;
                 orphans[len % CHUNK] = block;
                 len += usize::from(*refs == 0);
             }

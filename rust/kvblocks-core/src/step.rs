@@ -11,15 +11,16 @@
 
 use std::ops::Range;
 
+use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{check_member, settle, Counts, Manager, Publish, Refusal};
 use crate::pool::Pool;
 use crate::prefetch::prefetch;
-use crate::sequence::{Sequence, MAX_IN_FLIGHT};
+use crate::sequence::{Sequence, Share, MAX_IN_FLIGHT};
 use crate::sequences::SEQS_AHEAD;
-use crate::stats::note_evictions;
-use crate::step_arrays::{PlainRow, RowState, ShownRows, StepArrays};
+use crate::stats::{note_evictions, Counters};
+use crate::step_arrays::{RowState, ShownRows, StepArrays};
 
 /// What to do with a batch that does not fit as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +78,8 @@ pub(crate) struct RowPlan {
 enum Tail {
     /// It may already, and needs no block: there is nothing to plan.
     Ready,
+    /// One token, in a block that it opens or may write already; its reservation grows by that token, and so by a block.
+    Opens,
     /// It may already, or the token opens a block.
     Writable,
     /// Others own the block too: copy it, and leave it to them (the plan has already).
@@ -86,6 +89,26 @@ enum Tail {
     CopyPublished,
     /// As before, without room: nothing is cached then, so no successor is lost by overwriting it.
     Withdraw,
+}
+
+/// What rows of one namespace that opened a block have changed of the counters, not counted yet.
+#[derive(Default)]
+struct Opened {
+    namespace: u32,
+    num_blocks: u32,
+    num_promised: u32,
+}
+
+impl Opened {
+    fn count(&self, counters: &mut Counters, pool: &mut Pool) {
+        if self.num_blocks > 0 {
+            pool.count_taken(self.num_blocks as usize, self.namespace);
+            let old = Share { promised: self.num_promised, ..Share::default() };
+            let new = Share { blocks: self.num_blocks, ..Share::default() };
+            counters.total.replace(old, new);
+            pool.namespaces.touch(self.namespace).replace(old, new);
+        }
+    }
 }
 
 impl Manager {
@@ -153,15 +176,32 @@ impl Manager {
         }
         let mut step = Scheduled { num_seqs, refusal, ..Scheduled::default() };
         out.query_start_loc[0] = 0;
-        let (mut row, mut num_planned) = (0, 0);
+        let mut opened = Opened::default();
+        let (mut row, mut num_planned, mut num_others) = (0, 0, 0);
         loop {
-            let plan = self.plan.get(num_planned).copied().filter(|plan| plan.row < num_seqs);
-            let end = plan.map_or(num_seqs, |plan| plan.row);
-            out.write_plain_rows(&self.plain[row - num_planned..end - num_planned], row, &mut step);
-            let Some(plan) = plan else { break };
-            self.schedule_row(request, plan, &mut step, out);
-            (row, num_planned) = (end + 1, num_planned + 1);
+            // Rows of one token each up to the next of another kind; then what is missing of those that open a block.
+            let plans = &self.plan[num_planned..];
+            let num_opening = plans.iter().take_while(|plan| plan.tail == Tail::Opens).count();
+            let other = plans.get(num_opening).copied().filter(|plan| plan.row < num_seqs);
+            let end = other.map_or(num_seqs, |plan| plan.row);
+            let single = row - num_others..end - num_others;
+            let (slots, positions) = (&self.single.slots[single.clone()], &self.single.positions[single]);
+            out.write_single_rows(row, step.num_tokens, slots, positions);
+            for at in num_planned..num_planned + num_opening {
+                let opening = self.plan[at].row;
+                if opening >= num_seqs {
+                    break;
+                }
+                let token = step.num_tokens + opening - row;
+                self.open_block(request, opening, token, &mut opened, &mut step, out);
+            }
+            step.num_tokens += end - row;
+            let Some(other) = other else { break };
+            self.schedule_row(request, other, &mut step, out);
+            (row, num_planned, num_others) = (end + 1, num_planned + num_opening + 1, num_others + 1);
         }
+        opened.count(&mut self.counters, &mut self.pool);
+        step.max_blocks = out.longest_table(num_seqs);
         if !self.pool.holds.is_empty() {
             // A transfer may own what comes next: ask the pool each time.
             request.handles[..num_seqs].iter().for_each(|&handle| self.seqs[handle].room = 0);
@@ -170,6 +210,45 @@ impl Manager {
         out.pad(&mut step, request, self.padding());
         self.note_peaks();
         Ok(step)
+    }
+
+    /// Schedule a row of one token, the `token`th of the step, that needs one block. What `settle` would count is counted
+    /// for many rows together.
+    #[inline]
+    fn open_block(
+        &mut self,
+        request: &StepRequest,
+        row: usize,
+        token: usize,
+        opened: &mut Opened,
+        step: &mut Scheduled,
+        out: &mut StepArrays,
+    ) {
+        let (padding, handle) = (self.padding(), request.handles[row]);
+        let seq = &mut self.seqs[handle];
+        if seq.namespace != opened.namespace {
+            opened.count(&mut self.counters, &mut self.pool);
+            *opened = Opened { namespace: seq.namespace, ..Opened::default() };
+        }
+        let evictions = self.pool.evictions;
+        let Some(block) = self.pool.take_uncounted(seq.namespace) else { return };
+        note_evictions(&mut self.counters, &mut self.pool, seq.namespace, evictions);
+        seq.blocks.push(block);
+        seq.num_cols += 1;
+        seq.share.blocks += 1;
+        opened.num_blocks += 1;
+        // A promise, if any, is kept with this block.
+        opened.num_promised += seq.share.promised.min(1);
+        seq.share.promised = seq.share.promised.saturating_sub(1);
+        if seq.room == 0 {
+            (seq.tail, seq.room) = (block, self.size.get() as u32);
+        }
+        out.slot_mapping[token] = seq.advance(self.size) as i64;
+        seq.reserved += 1;
+        step.num_changes += usize::from(
+            out.write_block(row, handle, seq, block, step.num_changes)
+                || out.write_table(row, handle, seq, padding, step.num_changes),
+        );
     }
 
     /// Schedule a row, carrying out what was planned for it.
@@ -210,7 +289,6 @@ impl Manager {
         if seq.reserved - seq.scheduled != ahead || plan.tail != Tail::Ready {
             settle(seq, &mut self.counters, &mut self.pool);
         }
-        step.max_blocks = step.max_blocks.max(seq.num_cols as usize);
         step.num_changes += usize::from(out.write_table(row, handle, seq, padding, step.num_changes));
         step.num_tokens += num_new;
         out.seq_lens[row] = seq.scheduled as i32;
@@ -220,7 +298,7 @@ impl Manager {
         }
     }
 
-    /// Check the batch. Plain rows are scheduled then and left in `self.plain`, the others are left in `self.plan`, their
+    /// Check the batch. Plain rows are scheduled then and left in `self.single`, the others are left in `self.plan`, their
     /// needs open. Returns how many rows the arrays hold: all, or under `Policy::Fit` the longest prefix.
     fn check_step(
         &mut self,
@@ -251,20 +329,26 @@ impl Manager {
         self.plan.clear();
         // For the largest step of these arrays, so that only the first one allocates.
         self.plan.reserve(rows.max(max_seqs));
-        if self.plain.len() < max_seqs {
-            self.plain.resize(max_seqs, PlainRow::default());
-        }
-        let (mut row, mut num_tokens) = (0, 0);
+        self.single.fit(max_seqs);
+        let (mut row, mut num_tokens, mut num_others) = (0, 0, 0);
         loop {
             if self.publish == Publish::OnCommit {
-                let num_plain = self.advance_plain_rows(request, row..rows, num_tokens, out);
+                let num_plain =
+                    self.advance_plain_rows(request, row..rows, row - num_others, num_tokens, out);
                 (row, num_tokens) = (row + num_plain, num_tokens + num_plain);
             }
             if row == rows {
                 break;
             }
             match self.check_row(request, row, out) {
-                Ok(tail) => self.plan.push(RowPlan { row, num_new_blocks: 0, tail }),
+                Ok(tail) => {
+                    if tail == Tail::Opens {
+                        let position = self.seqs[request.handles[row]].scheduled as i32;
+                        self.single.positions[row - num_others] = position;
+                    }
+                    num_others += usize::from(tail != Tail::Opens);
+                    self.plan.push(RowPlan { row, num_new_blocks: 0, tail });
+                }
                 Err(error) => {
                     self.retreat(request.handles, 0..row);
                     return Err(error);
@@ -305,13 +389,14 @@ impl Manager {
         Ok(())
     }
 
-    /// Schedule the leading `rows` that are plain; returns how many. A plain row has one new token, in a block that the
+    /// Schedule the leading `rows` that are plain, `at` of `self.single` the first; returns how many. A plain row has one new token, in a block that the
     /// sequence may write, it keeps its distance to what is reserved, and its row shows its table: nothing changes but
     /// its cursors, which `retreat` can take back.
     fn advance_plain_rows(
         &mut self,
         request: &StepRequest,
         rows: Range<usize>,
+        at: usize,
         num_tokens: usize,
         out: &StepArrays,
     ) -> usize {
@@ -320,8 +405,10 @@ impl Manager {
         let shown = &shown[..most.min(shown.len())];
         let first = rows.start;
         let handles = &request.handles[rows];
-        let mut plain = std::mem::take(&mut self.plain);
-        let to = plain.get_mut(first - self.plan.len()..).unwrap_or_default();
+        let mut single = std::mem::take(&mut self.single);
+        let slots = single.slots.get_mut(at..).unwrap_or_default();
+        let positions = single.positions.get_mut(at..).unwrap_or_default();
+        let to = slots.iter_mut().zip(positions);
         // One loop for the same counts in all rows, one for the others.
         let num_plain = match (request.num_new, request.lookahead) {
             (Counts::All(num_new), Counts::All(lookahead)) => {
@@ -331,20 +418,20 @@ impl Manager {
                 [num_new.at(first + at) as u32, lookahead.at(first + at) as u32]
             }),
         };
-        self.plain = plain;
+        self.single = single;
         num_plain
     }
 
     #[inline(never)]
-    fn advance_plain(
+    fn advance_plain<'a>(
         &mut self,
         handles: &[SeqHandle],
         shown: &[RowState],
-        to: &mut [PlainRow],
+        to: impl Iterator<Item = (&'a mut i64, &'a mut i32)>,
         counts: impl Fn(usize) -> [u32; 2],
     ) -> usize {
         let (batch, size, seqs) = (self.batch, self.size, &mut self.seqs);
-        for (at, ((&handle, shown), to)) in handles.iter().zip(shown).zip(to).enumerate() {
+        for (at, ((&handle, shown), (slot, position))) in handles.iter().zip(shown).zip(to).enumerate() {
             let [num_new, lookahead] = counts(at);
             seqs.prefetch(handles.get(at + SEQS_AHEAD));
             let Some(seq) = seqs.get_mut(handle) else { return at };
@@ -359,8 +446,8 @@ impl Manager {
                 return at;
             }
             seq.seen = batch;
-            let (position, num_cols) = (seq.scheduled as i32, seq.num_cols);
-            *to = PlainRow { slot: seq.advance(size) as i64, position, num_cols };
+            *position = seq.scheduled as i32;
+            *slot = seq.advance(size) as i64;
             seq.reserved += 1;
         }
         shown.len()
@@ -392,6 +479,15 @@ impl Manager {
             && seq.in_flight.len() < MAX_IN_FLIGHT;
         if is_ready {
             return Ok(Tail::Ready);
+        }
+        if self.publish == Publish::OnCommit
+            && opens_block(seq, num_new, request.lookahead.at(row), self.size)
+            && (seq.num_cols as usize) < out.max_blocks
+            && row < out.rows.len()
+        {
+            seq.prefetch_table();
+            prefetch(out.block_tables, row * out.max_blocks + seq.num_cols as usize);
+            return Ok(Tail::Opens);
         }
         let wrong =
             |argument, got: usize, expected| Err(Error::Row { argument, row, got: got as i64, expected });
@@ -438,7 +534,10 @@ impl Manager {
         let mut refusal = (most_rows < request.handles.len()).then_some(Refusal::Later { num_blocks: 0 });
         let (mut need, mut num_planned, mut num_rows) = (0, 0, most_rows);
         for plan in &mut self.plan {
-            if plan.tail == Tail::Ready {
+            let num_opened = usize::from(plan.tail == Tail::Opens);
+            if plan.tail == Tail::Ready || num_opened > 0 && need < available {
+                self.pool.prefetch_free(need);
+                need += num_opened;
                 num_planned += 1;
                 continue;
             }
@@ -492,6 +591,17 @@ impl Manager {
         }
         (num_rows, refusal)
     }
+}
+
+/// Whether all that a row needs is one block: it has one token, in a block that it may write already or as the first of
+/// the new one, and its reservation fills its table.
+fn opens_block(seq: &Sequence, num_new: usize, lookahead: usize, size: BlockSize) -> bool {
+    let reserved = seq.num_scheduled() + lookahead;
+    num_new == 1
+        && (seq.room > 0 || lookahead == 0)
+        && seq.num_reserved() == reserved
+        && seq.num_cols as usize * size.get() == reserved
+        && seq.in_flight.len() < MAX_IN_FLIGHT
 }
 
 /// Let `seq` write into its partly filled tail block; returns the copy to make.

@@ -3,6 +3,8 @@
 //!
 //! Invariant: a row of `block_tables` shows what its `RowState` says, so that only what differs is written.
 
+use bytemuck::TransparentWrapper;
+
 use crate::block_size::BlockSize;
 use crate::ids::{BlockId, SeqHandle};
 use crate::sequence::{InFlight, Sequence};
@@ -37,12 +39,21 @@ pub(crate) struct ShownRows<'a> {
     pub seq_lens: &'a [i32],
 }
 
-/// What the arrays are to hold of a plain row, kept until no row of the step can be refused any more.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct PlainRow {
-    pub slot: i64,
-    pub position: i32,
-    pub num_cols: u32,
+/// What the arrays are to hold of the rows of one token that are plain or open a block, kept until no row of it can be refused any more.
+#[derive(Default)]
+pub(crate) struct SingleRows {
+    pub slots: Vec<i64>,
+    pub positions: Vec<i32>,
+}
+
+impl SingleRows {
+    /// Make room for so many rows.
+    pub fn fit(&mut self, max_seqs: usize) {
+        if self.slots.len() < max_seqs {
+            self.slots.resize(max_seqs, 0);
+            self.positions.resize(max_seqs, 0);
+        }
+    }
 }
 
 /// The caller's index arrays. `rows` belongs to `block_tables`: default values where a row holds only padding.
@@ -68,21 +79,42 @@ pub struct StepArrays<'a> {
 }
 
 impl StepArrays<'_> {
-    /// Write the rows from `first` on, which are plain and have been scheduled.
+    /// Write `slots.len()` rows from `row` on, of one token each; `at` tokens come before them.
     #[inline]
-    pub(crate) fn write_plain_rows(&mut self, plain: &[PlainRow], first: usize, step: &mut Scheduled) {
-        let (num_rows, num_tokens) = (plain.len(), step.num_tokens);
-        let slots = self.slot_mapping[num_tokens..].iter_mut().zip(&mut self.positions[num_tokens..]);
-        let rows = self.seq_lens[first..].iter_mut().zip(&mut self.query_start_loc[first + 1..]);
-        let (mut end, mut max_cols) = (num_tokens as i32, step.max_blocks as u32);
-        for ((row, (slot, position)), (len, start)) in plain.iter().zip(slots).zip(rows) {
-            end += 1;
-            (*slot, *position) = (row.slot, row.position);
-            (*len, *start) = (row.position + 1, end);
-            max_cols = max_cols.max(row.num_cols);
+    pub(crate) fn write_single_rows(&mut self, row: usize, at: usize, slots: &[i64], positions: &[i32]) {
+        let len = slots.len();
+        self.slot_mapping[at..at + len].copy_from_slice(slots);
+        self.positions[at..at + len].copy_from_slice(positions);
+        let lens = self.seq_lens[row..row + len].iter_mut().zip(positions);
+        lens.for_each(|(to, position)| *to = position + 1);
+        let starts = self.query_start_loc[row + 1..=row + len].iter_mut().zip(at as i32 + 1..);
+        starts.for_each(|(to, start)| *to = start);
+    }
+
+    /// Write a row of one token that needed a block, its last; returns whether a change was noted, as number `at`.
+    #[inline]
+    pub(crate) fn write_block(
+        &mut self,
+        row: usize,
+        handle: SeqHandle,
+        seq: &Sequence,
+        block: BlockId,
+        at: usize,
+    ) -> bool {
+        let column = seq.num_cols - 1;
+        let state = &mut self.rows[row];
+        if *state != (RowState { handle, epoch: seq.epoch, num_cols: column }) {
+            return false;
         }
-        step.num_tokens += num_rows;
-        step.max_blocks = max_cols as usize;
+        state.num_cols += 1;
+        self.block_tables[row * self.max_blocks + column as usize] = block.0 as i32;
+        self.changes[3 * at..3 * at + 3].copy_from_slice(&[row as i32, column as i32, 1]);
+        true
+    }
+
+    /// Longest table of the leading rows.
+    pub(crate) fn longest_table(&self, num_rows: usize) -> usize {
+        self.rows[..num_rows].iter().map(|row| row.num_cols).max().unwrap_or(0) as usize
     }
 
     /// Bring a row up to date, from the first column that may differ; returns whether one did, noted as change number
@@ -110,8 +142,9 @@ impl StepArrays<'_> {
         let known = known.min(seq.blocks.len());
         let table = &mut self.block_tables[row * self.max_blocks..][..self.max_blocks];
         match (&mut table[known..], &seq.blocks[known..]) {
-            // Nearly always: one block more.
-            ([to, ..], [block]) => *to = block.export(padding),
+            (to, blocks) if seq.num_holes == 0 => {
+                to[..blocks.len()].copy_from_slice(bytemuck::cast_slice(BlockId::peel_slice(blocks)));
+            }
             (to, blocks) => to.iter_mut().zip(blocks).for_each(|(to, block)| *to = block.export(padding)),
         }
         if let Some(stale) = table.get_mut(seq.blocks.len()..shown) {

@@ -91,9 +91,9 @@ impl Usage {
     /// Count a sequence as `new` in place of `old`.
     #[inline]
     pub(crate) fn replace(&mut self, old: Share, new: Share) {
-        self.logical_blocks = self.logical_blocks + new.blocks - old.blocks;
-        self.promised_blocks = self.promised_blocks + new.promised - old.promised;
-        self.reserved_slots = self.reserved_slots + new.ahead - old.ahead;
+        self.logical_blocks = self.logical_blocks + new.blocks as usize - old.blocks as usize;
+        self.promised_blocks = self.promised_blocks + new.promised as usize - old.promised as usize;
+        self.reserved_slots = self.reserved_slots + new.ahead as usize - old.ahead as usize;
     }
 
     #[inline]
@@ -177,8 +177,8 @@ impl Manager {
         let mut owned: HashMap<BlockId, u32> = HashMap::new();
         for &handle in handles {
             let seq = &self.seqs[handle];
-            usage.logical_blocks += seq.share.blocks;
-            usage.reserved_slots += seq.share.ahead;
+            usage.logical_blocks += seq.share.blocks as usize;
+            usage.reserved_slots += seq.share.ahead as usize;
             seq.owned_blocks().for_each(|block| *owned.entry(block).or_default() += 1);
         }
         usage.live_blocks = owned.len();
