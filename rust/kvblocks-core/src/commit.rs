@@ -12,64 +12,62 @@ use crate::prefix;
 use crate::sequence::{InFlight, Sequence};
 use crate::sequences::SEQS_AHEAD;
 
+/// Scratch of a commit: what becomes of its rows.
+#[derive(Default)]
+pub(crate) struct CommitRows {
+    /// Where the ids of the plain rows go, once nothing can be refused any more: block and offset.
+    slots: Vec<(BlockId, u32)>,
+    num_plain: usize,
+    /// The other rows, in order.
+    others: Vec<usize>,
+    /// Plain rows that fill their block, in order, and how many of them have published it.
+    filled: Vec<usize>,
+    num_filled: usize,
+    num_published: usize,
+    digests: Vec<Digest>,
+}
+
+impl CommitRows {
+    fn start(&mut self, rows: usize) {
+        if self.slots.len() < rows {
+            self.slots.resize(rows, (BlockId::HOLE, 0));
+            self.filled.resize(rows, 0);
+        }
+        self.others.clear();
+        (self.num_plain, self.num_filled, self.num_published) = (0, 0, 0);
+    }
+}
+
 impl Manager {
     /// Accept the first `counts` tokens of the oldest step in flight of each sequence.
     ///
     /// `ids` holds, flat and in row order, the ids of the accepted tokens that are not known yet, or those of all accepted
-    /// tokens; ids that are known must be the same. The rest of the step is rolled back and the blocks it had added are returned; that is an error while a later step is in flight, whose
-    /// positions it would move. O(accepted tokens).
+    /// tokens; ids that are known must be the same. The rest of the step is rolled back and the blocks it had added are
+    /// returned; that is an error while a later step is in flight, whose positions it would move. O(accepted tokens).
     pub fn commit(&mut self, handles: &[SeqHandle], counts: Counts, ids: &[u32]) -> Result<()> {
         counts.check("counts", handles.len())?;
         self.next_batch();
-        let (mut num_unknown, mut num_accepted) = (0, 0);
-        let mut row = 0;
-        loop {
-            let num_plain = match counts {
-                Counts::All(count) => self.check_plain_rows(&handles[row..], |_| count),
-                Counts::Each(counts) => self.check_plain_rows(&handles[row..], |at| counts[row + at]),
-            };
-            (num_unknown, num_accepted) = (num_unknown + num_plain, num_accepted + num_plain);
-            row += num_plain;
-            let Some(&handle) = handles.get(row) else { break };
-            let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
-            if seq.seen == self.batch {
-                return Err(Error::DuplicateHandle(handle));
+        let all_given = match self.check_commit(handles, counts, ids) {
+            Ok(all_given) => all_given,
+            Err(error) => {
+                self.take_plain_rows_back(handles);
+                return Err(error);
             }
-            seq.seen = self.batch;
-            let count = counts.at(row);
-            match seq.in_flight.oldest() {
-                Some(step) if count == step.num_new as usize => {
-                    self.pool.prefetch_token(step.block, seq.computed);
-                    if self.size.offset(seq.num_computed()) + count >= self.size.get() {
-                        seq.prefetch_tip();
-                    }
-                }
-                _ => check_partial(seq, &self.pool, row, handle, count)?,
-            }
-            num_unknown += (seq.num_computed() + count).saturating_sub(seq.num_known());
-            num_accepted += count;
-            row += 1;
-        }
-        let all_given = ids.len() == num_accepted && num_accepted > num_unknown;
-        if all_given {
-            self.check_known(handles, counts, ids)?;
-        } else if ids.len() != num_unknown {
-            return Err(Error::Length { argument: "tokens", got: ids.len(), expected: num_unknown });
-        }
-        let (mut row, mut rest) = (0, ids);
+        };
+        let (mut row, mut num_others, mut rest) = (0, 0, ids);
         loop {
-            let num_plain = match counts {
-                Counts::All(count) => self.accept_plain_rows(&handles[row..], |_| count, rest),
-                Counts::Each(counts) => self.accept_plain_rows(&handles[row..], |at| counts[row + at], rest),
-            };
-            (row, rest) = (row + num_plain, &rest[num_plain..]);
-            self.publish_filled();
-            let Some(&handle) = handles.get(row) else { break };
-            let seq = &mut self.seqs[handle];
-            let count = counts.at(row);
+            // Plain rows up to the next other one, then that.
+            let other = self.commit.others.get(num_others).copied();
+            let end = other.unwrap_or(handles.len());
+            let (own, others) = rest.split_at(end - row);
+            self.pool.store_each(&self.commit.slots[row - num_others..end - num_others], own);
+            self.publish_filled(handles, end);
+            let Some(row_of_other) = other else { break };
+            let seq = &mut self.seqs[handles[row_of_other]];
+            let count = counts.at(row_of_other);
             let unknown = (seq.num_computed() + count).saturating_sub(seq.num_known());
-            let (own, others) = rest.split_at(if all_given { count } else { unknown });
-            (row, rest) = (row + 1, others);
+            let (own, others) = others.split_at(if all_given { count } else { unknown });
+            (row, num_others, rest) = (end + 1, num_others + 1, others);
             let Some(step) = seq.in_flight.pop_oldest() else { continue };
             accept(seq, &mut self.pool, count, &own[own.len() - unknown..]);
             if !seq.retired.is_empty() {
@@ -93,77 +91,129 @@ impl Manager {
         Ok(())
     }
 
-    /// Check the leading rows that are plain; returns how many. Asks for what accepting them reads and writes.
-    #[inline(never)]
-    fn check_plain_rows(&mut self, handles: &[SeqHandle], counts: impl Fn(usize) -> i32) -> usize {
-        let (batch, size, seqs) = (self.batch, self.size, &mut self.seqs);
-        for (at, &handle) in handles.iter().enumerate() {
-            seqs.prefetch(handles.get(at + SEQS_AHEAD));
-            let Some(seq) = seqs.get_mut(handle) else { return at };
-            let Some(step) = seq.in_flight.oldest() else { return at };
-            if seq.seen == batch || !seq.is_plain(step, counts(at)) {
-                return at;
+    /// Check the batch. Plain rows are accepted then, but for their ids, and left in `self.commit`, as are the numbers of
+    /// the others. Returns whether ids are given that are known.
+    fn check_commit(&mut self, handles: &[SeqHandle], counts: Counts, ids: &[u32]) -> Result<bool> {
+        self.commit.start(handles.len());
+        let (mut row, mut num_unknown, mut num_accepted) = (0, 0, 0);
+        loop {
+            let num_plain = match counts {
+                Counts::All(1) => self.accept_plain_rows(handles, row, |_| 1),
+                Counts::All(_) => 0,
+                Counts::Each(counts) => self.accept_plain_rows(handles, row, |row| counts[row]),
+            };
+            self.commit.num_plain += num_plain;
+            (num_unknown, num_accepted) = (num_unknown + num_plain, num_accepted + num_plain);
+            row += num_plain;
+            let Some(&handle) = handles.get(row) else { break };
+            let seq = self.seqs.get_mut(handle).ok_or(Error::StaleHandle(handle))?;
+            if seq.seen == self.batch {
+                return Err(Error::DuplicateHandle(handle));
             }
-            seq.seen = batch;
-            self.pool.prefetch_token(step.block, seq.computed);
-            if size.offset(seq.num_computed()) + 1 == size.get() {
-                seq.prefetch_tip();
+            seq.seen = self.batch;
+            let count = counts.at(row);
+            match seq.in_flight.oldest() {
+                Some(step) if count == step.num_new as usize => {}
+                _ => check_partial(seq, &self.pool, row, handle, count)?,
             }
+            num_unknown += (seq.num_computed() + count).saturating_sub(seq.num_known());
+            num_accepted += count;
+            self.commit.others.push(row);
+            row += 1;
         }
-        handles.len()
+        let all_given = ids.len() == num_accepted && num_accepted > num_unknown;
+        if all_given {
+            self.check_known(handles, counts, ids)?;
+        } else if ids.len() != num_unknown {
+            return Err(Error::Length { argument: "tokens", got: ids.len(), expected: num_unknown });
+        }
+        Ok(all_given)
     }
 
-    /// Accept the leading rows that are plain, given what follows of the ids; returns how many. A plain row has one token,
-    /// whose block is at hand and whose id was not known. Those that fill their block are left in `self.filled`.
+    /// Accept the rows from `row` on that are plain; returns how many. A plain row has one token, whose block is at hand
+    /// and whose id was not known: nothing changes but its cursors, which `take_plain_rows_back` can take back. What
+    /// writing its id and publishing its block will need is asked for.
     #[inline(never)]
     fn accept_plain_rows(
         &mut self,
         handles: &[SeqHandle],
+        row: usize,
         counts: impl Fn(usize) -> i32,
-        ids: &[u32],
     ) -> usize {
-        // Slots written, of neighbours in the same namespace.
-        let (mut written, mut namespace, mut num_plain) = (0, 0, 0);
-        for (&handle, &id) in handles.iter().zip(ids) {
-            let seq = &mut self.seqs[handle];
+        if self.merge {
+            return 0;
+        }
+        let (batch, size, seqs) = (self.batch, self.size, &mut self.seqs);
+        let CommitRows { slots, filled, num_filled, others, .. } = &mut self.commit;
+        let (filled_before, end) = (*num_filled, handles.len() - others.len());
+        let mut at = row;
+        for slot in &mut slots[row - others.len()..end] {
+            seqs.prefetch(handles.get(at + SEQS_AHEAD));
+            let Some(seq) = seqs.get_mut(handles[at]) else { break };
             let Some(step) = seq.in_flight.oldest() else { break };
-            let offset = self.size.offset(seq.num_computed());
-            if self.merge || !seq.is_plain(step, counts(num_plain)) {
+            let is_plain = seq.seen != batch
+                && counts(at) == 1
+                && step.block != BlockId::HOLE
+                && seq.computed >= seq.prompted;
+            if !is_plain {
                 break;
             }
-            if seq.namespace != namespace {
-                self.pool.count_written(std::mem::take(&mut written), namespace);
-                namespace = seq.namespace;
-            }
-            written += self.pool.store_one(step.block, offset, id);
+            seq.seen = batch;
+            let offset = size.offset(seq.num_computed());
+            *slot = (step.block, offset as u32);
+            self.pool.prefetch_token(step.block, offset);
             seq.computed += 1;
             seq.in_flight.pop_oldest();
-            num_plain += 1;
-            if offset + 1 == self.size.get() {
-                self.filled.push((handle, Digest::default()));
-            }
+            // One row in `size` fills its block, and no branch predictor knows which.
+            filled[*num_filled] = at;
+            *num_filled += usize::from(offset + 1 == size.get());
+            at += 1;
         }
-        self.pool.count_written(written, namespace);
-        num_plain
+        for &row in &filled[filled_before..*num_filled] {
+            seqs[handles[row]].prefetch_tip();
+        }
+        at - row
     }
 
-    /// Publish the blocks that plain rows have filled: all digests first, and what they lead to is asked for.
-    fn publish_filled(&mut self) {
-        for (handle, digest) in &mut self.filled {
-            let seq = &self.seqs[*handle];
+    /// Take back what `accept_plain_rows` has done.
+    #[cold]
+    fn take_plain_rows_back(&mut self, handles: &[SeqHandle]) {
+        let CommitRows { others, num_plain, .. } = &self.commit;
+        let mut others = others.iter().copied().peekable();
+        for (row, &handle) in handles[..num_plain + others.len()].iter().enumerate() {
+            if others.next_if_eq(&row).is_none() {
+                let seq = &mut self.seqs[handle];
+                seq.computed -= 1;
+                seq.in_flight.push_back_oldest();
+            }
+        }
+    }
+
+    /// Publish the blocks that plain rows before row `end` have filled: all digests first, and what they lead to is asked
+    /// for.
+    fn publish_filled(&mut self, handles: &[SeqHandle], end: usize) {
+        let CommitRows { filled, num_filled, num_published, digests, .. } = &mut self.commit;
+        let filled = &filled[*num_published..*num_filled];
+        let filled = &filled[..filled.partition_point(|&row| row < end)];
+        *num_published += filled.len();
+        digests.clear();
+        for &row in filled {
+            let seq = &self.seqs[handles[row]];
+            let mut digest = Digest::default();
             if let (true, Some(index)) =
                 (seq.may_publish(seq.num_published + 1, &self.pool), &self.pool.index)
             {
                 let column = seq.num_published;
-                *digest = self.pool.digest(seq.blocks[column], &seq.tip, seq.prompt.extra(column));
-                index.prefetch(prefix::fragment(digest));
+                digest = self.pool.digest(seq.blocks[column], &seq.tip, seq.prompt.extra(column));
+                index.prefetch(prefix::fragment(&digest));
             }
+            digests.push(digest);
         }
-        for (handle, digest) in self.filled.drain(..) {
-            let seq = &mut self.seqs[handle];
+        for (&row, digest) in filled.iter().zip(digests) {
+            let seq = &mut self.seqs[handles[row]];
             seq.keep_room_to_grow();
             if seq.may_publish(seq.num_published + 1, &self.pool) {
-                seq.publish_until(seq.num_published + 1, Some(&digest), &mut self.pool);
+                seq.publish_until(seq.num_published + 1, Some(digest), &mut self.pool);
             }
         }
     }
@@ -182,9 +232,12 @@ impl Manager {
 
     /// Compare the ids that are known with those given for all accepted tokens.
     fn check_known(&self, handles: &[SeqHandle], counts: Counts, ids: &[u32]) -> Result<()> {
-        let mut at = 0;
-        for (row, &handle) in handles.iter().enumerate() {
-            let seq = &self.seqs[handle];
+        let (mut at, mut next) = (0, 0);
+        for &row in &self.commit.others {
+            // Of the plain rows before it none is known.
+            at += row - next;
+            next = row + 1;
+            let seq = &self.seqs[handles[row]];
             let count = counts.at(row);
             let end = (seq.num_computed() + count).min(seq.num_known());
             let known = seq.prompt.ids.get(seq.num_computed()..end).unwrap_or_default();
@@ -300,12 +353,6 @@ fn release_retired(seq: &mut Sequence, pool: &mut Pool, left: impl Fn(usize) -> 
 }
 
 impl Sequence {
-    /// Whether the oldest step puts one token, whose id is to be given, into a block at hand.
-    #[inline]
-    fn is_plain(&self, step: InFlight, count: i32) -> bool {
-        count == 1 && step.block != BlockId::HOLE && self.computed >= self.prompted
-    }
-
     /// Room in the table for the next blocks, so that scheduling never allocates.
     fn keep_room_to_grow(&mut self) {
         if self.blocks.capacity() - self.blocks.len() < 4 {

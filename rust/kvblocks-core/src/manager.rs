@@ -6,9 +6,10 @@
 use slotmap::SlotMap;
 
 use crate::block_size::BlockSize;
+use crate::commit::CommitRows;
 use crate::error::{Error, Result};
 use crate::free_list::Reuse;
-use crate::hash::{BlockHasher, Digest};
+use crate::hash::BlockHasher;
 use crate::ids::{BlockId, SeqHandle, TransferKey};
 use crate::keys::{namespace_matches, Keys};
 use crate::pool::Pool;
@@ -129,8 +130,7 @@ pub struct Manager {
     pub(crate) plan: Vec<RowPlan>,
     /// Scratch of a step: what its arrays are to hold of rows of one token.
     pub(crate) single: SingleRows,
-    /// Scratch of a commit: sequences that have filled a block, and its digest.
-    pub(crate) filled: Vec<(SeqHandle, Digest)>,
+    pub(crate) commit: CommitRows,
     /// Tables of ended sequences, to be used again.
     pub(crate) spare_tables: Vec<Vec<BlockId>>,
 }
@@ -189,7 +189,7 @@ impl Manager {
             hits: Vec::new(),
             plan: Vec::new(),
             single: SingleRows::default(),
-            filled: Vec::new(),
+            commit: CommitRows::default(),
             spare_tables: Vec::new(),
         })
     }

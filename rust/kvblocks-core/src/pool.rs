@@ -422,18 +422,31 @@ impl Pool {
         self.count_written(raised, namespace);
     }
 
-    /// Ask for where a token goes, ahead of `store_one`.
+    /// Ask for where a token goes, ahead of `store_each`.
     #[inline]
-    pub fn prefetch_token(&self, block: BlockId, position: u32) {
+    pub fn prefetch_token(&self, block: BlockId, offset: usize) {
         self.blocks.prefetch(block);
-        self.blocks.prefetch_token(block, self.block_size.offset(position as usize));
+        self.blocks.prefetch_token(block, offset);
     }
 
-    /// Write the id of one token and raise its block's mark; returns by how much, which the caller counts. O(1).
+    /// Write ids of single tokens, each into its slot (block, offset), and raise the marks of the blocks. O(ids).
     #[inline]
-    pub fn store_one(&mut self, block: BlockId, offset: usize, id: u32) -> u32 {
-        self.blocks.write_token(block, offset, id);
-        self.raise_uncounted(block, offset + 1)
+    pub fn store_each(&mut self, slots: &[(BlockId, u32)], ids: &[u32]) {
+        // Neighbours are mostly of the same namespace.
+        let (mut written, mut namespace) = (0, 0);
+        for (&(block, offset), &id) in slots.iter().zip(ids) {
+            self.blocks.write_token(block, offset as usize, id);
+            let record = &mut self.blocks[block];
+            let raised = (offset + 1).saturating_sub(record.fill);
+            record.fill += raised;
+            if record.namespace != namespace {
+                let next = record.namespace;
+                self.count_written(std::mem::take(&mut written), namespace);
+                namespace = next;
+            }
+            written += raised;
+        }
+        self.count_written(written, namespace);
     }
 
     /// Count slots by which marks were raised. O(1).

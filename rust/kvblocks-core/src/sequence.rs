@@ -86,9 +86,17 @@ impl Pipeline {
         let step = self.oldest()?;
         self.len -= 1;
         if self.len > 0 {
-            self.steps.copy_within(1.., 0);
+            self.steps.rotate_left(1);
         }
         Some(step)
+    }
+
+    /// Take the last `pop_oldest` back; nothing may have been scheduled since.
+    pub fn push_back_oldest(&mut self) {
+        if self.len > 0 {
+            self.steps.rotate_right(1);
+        }
+        self.len += 1;
     }
 
     pub fn newest(&self) -> Option<InFlight> {
