@@ -7,7 +7,7 @@ memory are those of the process; shared memory is a NumPy array, 0xFF at the sta
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from kernels.ptx import arithmetic, collectives, memory
 from kernels.ptx.block import WARP, Block, Traffic
 from kernels.ptx.program import Entry, Instruction, PtxError, parse
 from kvblocks.kernels import nvrtc
-from kvblocks.kernels.launcher import Attributes, Grid
+from kvblocks.kernels.launcher import Attributes, Grid, Launch
 from kvblocks.kernels.source import read_source
 from kvblocks.kernels.specs import Instance
 
@@ -72,10 +72,12 @@ class PtxLauncher:
             with np.errstate(all="ignore"):
                 run(block, greedy=self.greedy)
 
-    def bind(
-        self, function: Entry, grid: Grid, threads: int, shared_bytes: int, params: np.ndarray
-    ) -> Callable[[int], None]:
-        return partial(self.launch, function, grid, threads, shared_bytes, params)
+    def bind(self, launches: Sequence[Launch]) -> Callable[[int], None]:
+        def fire(stream: int) -> None:
+            for each in launches:
+                self.launch(*each, stream)
+
+        return fire
 
     def attributes(self, function: Entry) -> Attributes:
         """PTX knows no machine registers."""
