@@ -634,15 +634,17 @@ def cpu_read_all(elements: NDArray[np.float32], how: _How) -> float:
 _Scales: TypeAlias = tuple[str, NDArray[Any], NDArray[Any] | None, int, int] | None
 _Part: TypeAlias = tuple[_Storage, _Scales]
 
-def cpu_write(cache: _Storage, scales: _Scales, rows: _Rows, slots: NDArray[np.int64], how: _How) -> None:
-    """Store rows in K or V: cache (array, dtype, geometry), rows (array, dtype)."""
+def cpu_write(
+    cache: _Storage, scales: _Scales, rows: _Rows, slots: NDArray[np.int64], losses: bool, how: _How
+) -> tuple[NDArray[np.float32], NDArray[np.int64]] | None:
+    """Store rows in K or V: cache (array, dtype, geometry), rows (array, dtype).
 
-def cpu_survey(
-    rows: _Rows, sizes: tuple[int, int], scales: _Scales, limit: float, how: _How
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Of rows (array, dtype) of num_heads and head_dim, by head: the largest finite magnitudes, and how many values lie
-    limit scales or more away from 0.
+    Scales of "made" and of groups are written, others are read. With `losses`, by head: the largest finite magnitudes,
+    and how many values no code reaches.
     """
+
+def cpu_amax(rows: _Rows, num_columns: int, how: _How) -> NDArray[np.float32]:
+    """The largest finite magnitude in each column of rows (array, dtype) of so many columns."""
 
 def cpu_attend(
     q: tuple[_Elements, str, int],

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import PARAMS, Harness
 from kvblocks.backends.codecs import pack, unpack
+from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.formats import Format, all_formats, parse_format
 
 SCALED = [part for part in dict.fromkeys((*all_formats("k"), *all_formats("v"))) if not part.is_plain]
@@ -288,6 +289,49 @@ def test_the_round_trip_stays_within_the_bound(backend: Harness, part, values, d
     if part.name != "int8":
         number = ~np.isnan(x)
         np.testing.assert_array_equal(np.signbit(restored)[number], np.signbit(x)[number])
+
+
+# Ends of groups: zeros of both signs, what float16 makes 0 or its smallest numbers of, ties between two codes, and
+# what lies beyond float16.
+ENDS = st.sampled_from(
+    [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1.0, 1.5, -7.5, 15.0]
+    + [sign * 2.0**power for sign in (-1, 1) for power in (-26, -25, -24, -20, 10)]
+    + [65504.0, -65504.0, 65520.0, -3e38]
+)
+
+
+@pytest.mark.parametrize("backend", [param for param in PARAMS if param.id not in ("numpy", "cupy")])
+@given(
+    st.sampled_from(SCALED),
+    st.sampled_from([8, 16, 24, 40, 80, 128]),
+    st.lists(ENDS | st.floats(width=32), min_size=1, max_size=6),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["float32", "float16"]),
+)
+def test_every_bit_is_that_of_the_specification(backend: Harness, part, dim, values, seed, source) -> None:
+    """Rows of a few values only, so that groups are of one value, of -0 and 0, or of none that is finite."""
+    harness = backend  # not the fixture, which Hypothesis would run once for all examples
+    if not is_supported(harness, part):
+        return
+    rng = np.random.default_rng(seed)
+    num_tokens = 2 * part.group if part.scaling == "token_group" else 3
+    with np.errstate(over="ignore"):
+        few = np.array(values, np.float32).astype(source)
+    x = rng.choice(few, (num_tokens, 2, dim))
+    x[:, 1] = rng.choice(few[:2], x[:, 1].shape)
+    expected = NumpyBackend().quantize(x, part, "amax")
+    actual = quantize(harness, x, part, "amax")
+    if part.name.startswith("fp8"):
+        for encoded in (expected, actual):
+            encoded.codes[encoded.codes & 0x7F == 0x7F] = 0x7F  # a NaN has one code of each sign
+    for name, one, other in zip(expected._fields, actual, expected, strict=True):
+        assert (one is None) == (other is None), name
+        if other is not None:
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+            assert one.tobytes() == other.tobytes(), name
+    with np.errstate(invalid="ignore", over="ignore"):
+        restored = NumpyBackend().dequantize(expected.codes, part, expected.scale, expected.zero)
+    np.testing.assert_array_equal(dequantize(harness, expected, part), restored)
 
 
 @pytest.mark.parametrize("part", SCALED, ids=full_name)

@@ -13,8 +13,8 @@ Grouped formats (int4, kivi): over the finite values of a group, held within flo
     zero = float16(min)      scale = float16((max - zero) / (2^bits - 1)), 0 if that is negative
     code = round((x - zero) / scale) in 0..2^bits - 1      value = code * scale + zero
 
-with `zero` and `scale` as they are stored. Where the scale is 0 every code is 0, and so is that of a NaN: the zero
-point.
+with `zero` and `scale` as they are stored, neither of them ever -0. Where the scale is 0 every code is 0, and so is
+that of a NaN: the zero point.
 """
 
 from typing import Any, Final, NamedTuple
@@ -194,8 +194,9 @@ def _encode_groups(x: F32, part: Format) -> tuple[NDArray[np.uint8], NDArray[Any
     nothing = ~finite.any(axis=axis)
     lowest[nothing] = highest[nothing] = 0
     lowest, highest = (np.clip(end, -_LARGEST_HALF, _LARGEST_HALF) for end in (lowest, highest))
-    zero = lowest.astype(np.float16)
-    spread = np.maximum(highest - zero.astype(np.float32), 0)
+    # Adding 0 makes a -0 of it 0: which of the two is the smaller one, nobody says.
+    zero = lowest.astype(np.float16) + np.float16(0)
+    spread = np.maximum(highest - zero.astype(np.float32), 0) + np.float32(0)
     scale = (spread / np.float32(largest)).astype(np.float16)
 
     factor = per_element(per_token(scale, part), part, dim)

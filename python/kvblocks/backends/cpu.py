@@ -6,7 +6,6 @@ Invariant: arguments pass the shared checks before a kernel sees them; the kerne
 memory, and a copy only of what is not contiguous.
 """
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -15,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvblocks._core import (
+    cpu_amax,
     cpu_attend,
     cpu_copy_blocks,
     cpu_gather,
     cpu_merge_states,
     cpu_simd,
-    cpu_survey,
     cpu_write,
 )
 from kvblocks.backends.base import Supported, Tail
@@ -35,8 +34,7 @@ from kvblocks.backends.checks import (
     check_merge,
     check_write,
 )
-from kvblocks.backends.codecs import Encoded, amax_of, encode, scale_of
-from kvblocks.backends.numpy import NumpyBackend
+from kvblocks.backends.codecs import Encoded, encode, scale_of
 from kvblocks.backends.pages import empty
 from kvblocks.backends.tensors import as_numpy, like
 from kvblocks.config import LAYOUTS, CacheConfig, as_integer
@@ -45,13 +43,6 @@ from kvblocks.layout import LayerCache, allocate_host, dtype_name, to_float32
 
 # More than any machine has; a larger number is a mistake.
 _MOST_THREADS = 1024
-
-# Scales from 0 at which a value lies beyond the largest code by half a step or more; e4m3's half is still rounded down.
-_CLIPPED = {
-    "fp8_e4m3": float(np.nextafter(np.float32(464), np.float32(500))),
-    "fp8_e5m2": 61440.0,
-    "int8": 127.5,
-}
 
 _SUPPORTED = Supported(
     q_dtypes=tuple(STORAGE_DTYPES),
@@ -102,10 +93,6 @@ class CpuBackend:
         """See `Backend.write`."""
         k, v, slot_mapping = map(as_numpy, (k, v, slot_mapping))
         check_write(_SUPPORTED, cache, k, v, slot_mapping)
-        if cache.format.k.has_zero or cache.format.v.has_zero:
-            # Groups are quantised once, as their last token leaves the residual: the specification is quick enough.
-            NumpyBackend().write(cache, k, v, slot_mapping)
-            return
         with holding(reads=(k, v, slot_mapping), writes=_arrays(cache)):
             slots = _plain(slot_mapping)
             # Copies are made for both parts before the first is written, as they may run out of memory.
@@ -114,10 +101,9 @@ class CpuBackend:
                 (_Part.k(cache), rows_k, dtype_name(k.dtype)),
                 (_Part.v(cache), rows_v, dtype_name(v.dtype)),
             ):
-                scales = part.scales()
-                cpu_write(part.storage(), scales, (rows, dtype), slots, self._how)
-                if part.format.scaling == "token_head" and scales is not None:
-                    part.take_scales(scales[1])
+                scales = part.written_scales()
+                cpu_write(part.storage(), scales, (rows, dtype), slots, False, self._how)
+                part.take_scales(scales)
 
     def attend(
         self,
@@ -260,34 +246,28 @@ class CpuBackend:
         with holding(reads=(x, scales), writes=()):
             return self._encode(x, part, scales)
 
-    def _encode(self, x: NDArray[Any], part: Format, scales: NDArray[np.float32] | None) -> Encoded:
-        if part.has_zero or x.size == 0:
-            return encode(to_float32(x), part, scales)
+    def _encode(self, x: NDArray[Any], part: Format, scale: NDArray[np.float32] | None) -> Encoded:
+        if x.size == 0:
+            return encode(to_float32(x), part, scale)
         num_tokens, num_heads, dim = x.shape
-        rows, sizes, slots = (_flat(x), dtype_name(x.dtype)), (num_heads, dim), np.arange(num_tokens)
-        codes = np.empty(x.shape, part.storage)
-        if part.scaling == "token_head":
-            if scales is None:
-                scales = np.empty((num_tokens, num_heads), np.float32)
-                made = _Part(part, codes, codes[:, None], scales, None)
-                cpu_write(made.storage(), made.scales(), rows, slots, self._how)
-            else:
-                # Divided before, as a write makes its own scales; a scale of 1 changes nothing after that.
-                ones = ("head", np.ones(num_heads, np.float32), None, 0, 8)
-                ratio = _flat(to_float32(x) / scales[..., None])
-                storage = _Part(part, codes, codes[:, None], None, None).storage()
-                cpu_write(storage, ones, (ratio, "float32"), slots, self._how)
-        else:
-            if scales is None and part.scaling == "channel":
-                scales = scale_of(amax_of(to_float32(x), part), part)
-            elif scales is None:
-                amax, _ = cpu_survey(rows, sizes, None, math.inf, self._how)
-                scales = scale_of(amax if part.scaling == "head" else amax.max(keepdims=True), part)
-            given = _Part(part, codes, codes[:, None], scales, None)
-            cpu_write(given.storage(), given.scales(), rows, slots, self._how)
-        by = _Part(part, codes, codes[:, None], scales, None).scales()
-        amax, num_clipped = cpu_survey(rows, sizes, by, _CLIPPED[part.name], self._how)
-        return Encoded(codes, scales, None, amax, num_clipped)
+        rows = _flat(x), dtype_name(x.dtype)
+        if scale is None and part.is_static:
+            amax = cpu_amax(rows, num_heads * dim, self._how).reshape(num_heads, dim)
+            by = {"tensor": amax.max().reshape(1), "head": amax.max(axis=1), "channel": amax}
+            scale = scale_of(by[part.scaling], part)
+        # A cache of blocks as small as groups allow; what shares no block has no axis of one either.
+        block_size = part.group if part.scaling == "token_group" else 1
+        codes = np.empty((num_tokens, num_heads, part.row_elements(dim)), part.storage)
+        made = _Part(part, codes, codes.reshape(-1, block_size, *codes.shape[1:]), scale, None)
+        if scale is None:
+            shape = part.scale_shape(num_tokens // block_size, block_size, num_heads, dim)
+            assert shape is not None
+            new = [np.empty((shape[0], *shape[2:]), part.scale_dtype) for _ in range(1 + part.has_zero)]
+            made = made._replace(scale=new[0], zero=new[1] if part.has_zero else None)
+        scales = made.written_scales() if scale is None else made.scales()
+        lost = cpu_write(made.storage(), scales, rows, np.arange(num_tokens), True, self._how)
+        assert lost is not None
+        return Encoded(codes, made.scale, made.zero, *lost)
 
     def dequantize(
         self,
@@ -363,10 +343,18 @@ class _Part(NamedTuple):
         zero = None if self.zero is None else _flat(self.zero)
         return scaling, _flat(scale), zero, self.format.group, self.format.bits
 
-    def take_scales(self, written: NDArray[Any]) -> None:
-        """Keep the scales of a write that could not go where they belong."""
-        if self.scale is not None and not np.may_share_memory(written, self.scale):
-            self.scale[...] = written.reshape(self.scale.shape)
+    def written_scales(self) -> _Scales | None:
+        """The scales as a write takes them: where nobody gave them, it makes them."""
+        scales = self.scales()
+        return ("made", *scales[1:]) if scales is not None and scales[0] == "token_head" else scales
+
+    def take_scales(self, written: _Scales | None) -> None:
+        """Keep the scales and zeros that a write made and could not put where they belong."""
+        if written is None or self.format.is_static:
+            return
+        for mine, theirs in ((self.scale, written[1]), (self.zero, written[2])):
+            if mine is not None and theirs is not None and not np.may_share_memory(mine, theirs):
+                mine[...] = theirs.view(mine.dtype).reshape(mine.shape)
 
 
 def _simd(name: str | None) -> str:

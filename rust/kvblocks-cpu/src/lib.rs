@@ -28,6 +28,7 @@ mod attend;
 mod code;
 mod copy;
 mod error;
+mod groups;
 mod math;
 mod merge;
 mod paged;
@@ -41,14 +42,15 @@ pub use attend::{attend, Batch, Options, Output, Queries, Storage, Tail};
 pub use code::{E4m3, E5m2, Elements, ElementsMut};
 pub use copy::{copy_blocks, gather};
 pub use error::{Error, Result};
+pub use groups::Groups;
 /// The crate of the 16-bit element types, so that callers agree on its version.
 pub use half;
 pub use merge::merge_states;
 pub use paged::{Cache, Paged};
 pub use probe::read_all;
-pub use scaling::{Groups, Scaling};
+pub use scaling::Scaling;
 pub use simd::Isa;
-pub use write::{survey, write, CacheMut, ScalingMut};
+pub use write::{amax_of_columns, write, CacheMut, GroupsMut, Losses, ScalingMut};
 
 /// How a kernel runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,11 +1,11 @@
-//! What codes stand for: code * scale + zero. Imports `code`, `error`, `paged` and `simd`.
+//! What codes stand for: code * scale + zero. Imports `code`, `error`, `groups`,
+//! `paged` and `simd`.
 //!
 //! Invariant: values are float32, each operation rounded; bit for bit what the NumPy specification gives.
 
-use half::f16;
-
-use crate::code::{convert, with_elements, Elements};
+use crate::code::{convert, with_elements, Code, Elements};
 use crate::error::{check_len, product, Error, Result};
+use crate::groups::{is_group_of_elements, Groups};
 use crate::paged::{Cache, Paged};
 use crate::simd::Simd;
 
@@ -24,19 +24,6 @@ pub enum Scaling<'a> {
     Group(Groups<'a>),
     /// `[num_blocks, block_size / size, num_heads, dim]`: a channel of tokens that start at a multiple of the size.
     TokenGroup(Groups<'a>),
-}
-
-/// Scales and zeros of groups, and how their codes are packed: the first in the lowest bits.
-#[derive(Debug, Clone, Copy)]
-pub struct Groups<'a> {
-    /// Elements, or tokens, of a group.
-    pub size: usize,
-    /// Bits of a code: 2 or 4.
-    pub bits: usize,
-    /// What a step of the code is worth.
-    pub scale: &'a [f16],
-    /// What the code 0 is worth.
-    pub zero: &'a [f16],
 }
 
 impl Scaling<'_> {
@@ -66,10 +53,12 @@ impl Scaling<'_> {
             Self::Group(groups) | Self::TokenGroup(groups) => {
                 let by_token = matches!(self, Self::TokenGroup(_));
                 let is_packed = matches!(data, Elements::Packed(_)) && matches!(groups.bits, 2 | 4);
-                if !is_packed
-                    || groups.size == 0
-                    || (by_token && !paged.block_size.is_multiple_of(groups.size))
-                {
+                let is_size = if by_token {
+                    groups.size > 0 && paged.block_size.is_multiple_of(groups.size)
+                } else {
+                    is_group_of_elements(groups.size)
+                };
+                if !is_packed || !is_size {
                     return Err(Error::Size { argument });
                 }
                 let sizes = if by_token {
@@ -111,77 +100,73 @@ impl Cache<'_> {
     #[inline(always)]
     pub(crate) fn decode<S: Simd>(&self, simd: S, at: usize, slot: usize, head: usize, out: &mut [f32]) {
         let dim = out.len();
-        match self.scaling {
-            Scaling::Group(groups) => {
-                let num_groups = dim.div_ceil(groups.size);
-                let first = (slot * self.paged.num_heads + head) * num_groups;
-                self.unpack(groups.bits, at, out);
-                for (group, out) in out.chunks_mut(groups.size).enumerate() {
-                    let (scale, zero) =
-                        (groups.scale[first + group].to_f32(), groups.zero[first + group].to_f32());
-                    out.iter_mut().for_each(|value| *value = *value * scale + zero);
+        match (self.scaling, self.data) {
+            (Scaling::Group(groups), Elements::Packed(data)) => {
+                let first = (slot * self.paged.num_heads + head) * dim.div_ceil(groups.size);
+                match groups.bits {
+                    4 => groups.decode_elements::<S, 4>(simd, &data[at..], first, out),
+                    _ => groups.decode_elements::<S, 2>(simd, &data[at..], first, out),
                 }
             }
-            Scaling::TokenGroup(groups) => {
+            (Scaling::TokenGroup(groups), Elements::Packed(data)) => {
                 let first = (slot / groups.size * self.paged.num_heads + head) * dim;
-                self.unpack(groups.bits, at, out);
-                let mut buffer = [[0.0f32; 64]; 2];
-                for (chunk, out) in out.chunks_mut(64).enumerate() {
-                    let first = first + chunk * 64;
-                    let [scale, zero] = &mut buffer;
-                    // SAFETY: `check` has compared the sizes; a chunk has at most 64 elements.
-                    unsafe {
-                        convert(
-                            simd,
-                            groups.scale[first..][..out.len()].as_ptr(),
-                            scale.as_mut_ptr(),
-                            out.len(),
-                        );
-                        convert(
-                            simd,
-                            groups.zero[first..][..out.len()].as_ptr(),
-                            zero.as_mut_ptr(),
-                            out.len(),
-                        );
-                    }
-                    for ((value, scale), zero) in out.iter_mut().zip(scale).zip(zero) {
-                        *value = *value * *scale + *zero;
-                    }
+                match groups.bits {
+                    4 => groups.decode_tokens::<S, 4>(simd, &data[at..], first, out),
+                    _ => groups.decode_tokens::<S, 2>(simd, &data[at..], first, out),
                 }
             }
-            _ => {
-                with_elements!(Elements, self.data, data => {
-                    let row = &data[at..][..dim];
-                    // SAFETY: both are slices of dim elements.
-                    unsafe { convert(simd, row.as_ptr(), out.as_mut_ptr(), dim) };
-                });
-                match self.scaling {
+            (scaling, data) => with_elements!(Elements, data, data => {
+                let row = &data[at..][..dim];
+                match scaling {
                     Scaling::Channel(scale) => {
                         let scale = &scale[head * dim..][..dim];
-                        out.iter_mut().zip(scale).for_each(|(value, scale)| *value *= scale);
+                        // SAFETY: all are slices of dim elements.
+                        unsafe { multiply(simd, row.as_ptr(), Factor::Each(scale.as_ptr()), out.as_mut_ptr(), dim) };
                     }
                     Scaling::Head(_) | Scaling::TokenHead(_) => {
-                        let factor = self.factor(slot, head);
-                        out.iter_mut().for_each(|value| *value *= factor);
+                        let factor = Factor::One(self.factor(slot, head));
+                        // SAFETY: both are slices of dim elements.
+                        unsafe { multiply(simd, row.as_ptr(), factor, out.as_mut_ptr(), dim) };
                     }
-                    _ => {}
+                    // SAFETY: both are slices of dim elements.
+                    _ => unsafe { convert(simd, row.as_ptr(), out.as_mut_ptr(), dim) },
                 }
-            }
+            }),
         }
     }
+}
 
-    /// The packed codes of a row as numbers.
-    #[inline(always)]
-    fn unpack(&self, bits: usize, at: usize, out: &mut [f32]) {
-        let Elements::Packed(data) = self.data else { return };
-        if bits == 4 {
-            for (out, byte) in out.as_chunks_mut::<2>().0.iter_mut().zip(&data[at..]) {
-                *out = [f32::from(byte & 15), f32::from(byte >> 4)];
-            }
-        } else {
-            for (out, byte) in out.as_chunks_mut::<4>().0.iter_mut().zip(&data[at..]) {
-                *out = [0, 2, 4, 6].map(|shift| f32::from(byte >> shift & 3));
-            }
+/// One factor of all elements of a row, or one of each.
+#[derive(Clone, Copy)]
+enum Factor {
+    One(f32),
+    Each(*const f32),
+}
+
+/// Convert `len` elements, times their factors.
+///
+/// # Safety
+/// They are readable, and writable, and do not overlap; a factor of each is readable as well.
+#[inline(always)]
+unsafe fn multiply<S: Simd, A: Code>(simd: S, from: *const A, factor: Factor, to: *mut f32, len: usize) {
+    let whole = len - len % S::LANES;
+    // SAFETY: all offsets are below len.
+    unsafe {
+        for at in (0..whole).step_by(S::LANES) {
+            let factor = match factor {
+                Factor::One(factor) => simd.splat(factor),
+                Factor::Each(factors) => simd.load(factors.add(at)),
+            };
+            simd.store(to.add(at), simd.mul(A::load(simd, from.add(at)), factor));
+        }
+        if whole < len {
+            let rest = len - whole;
+            let factor = match factor {
+                Factor::One(factor) => simd.splat(factor),
+                Factor::Each(factors) => f32::load_part(simd, factors.add(whole), rest),
+            };
+            let values = A::load_part(simd, from.add(whole), rest);
+            f32::store_part(simd, to.add(whole), rest, simd.mul(values, factor));
         }
     }
 }

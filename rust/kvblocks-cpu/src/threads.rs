@@ -86,6 +86,11 @@ impl<'a, T> Parts<'a, T> {
         Self { start: slice.as_mut_ptr(), len: slice.len(), owner: PhantomData }
     }
 
+    /// Number of elements.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
     /// # Safety
     /// While the part lives, no other part overlaps it.
     #[allow(clippy::mut_from_ref)]

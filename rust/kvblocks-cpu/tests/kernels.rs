@@ -112,8 +112,8 @@ fn check_against_naive<T: Element>(
     let (mut k, mut v) = (vec![nan; 20 * 7 * heads * dim], vec![nan; 20 * 7 * heads * dim_v]);
     let k_rows = rounded::<T>(&values(tokens * heads * dim, 1));
     let v_rows = rounded::<T>(&values(tokens * heads * dim_v, 2));
-    write(plain_mut(T::elements_mut(&mut k), k_paged), T::elements(&k_rows), &slots, how)?;
-    write(plain_mut(T::elements_mut(&mut v), v_paged), Elements::F32(&widened(&v_rows)), &slots, how)?;
+    write(plain_mut(T::elements_mut(&mut k), k_paged), T::elements(&k_rows), &slots, None, how)?;
+    write(plain_mut(T::elements_mut(&mut v), v_paged), Elements::F32(&widened(&v_rows)), &slots, None, how)?;
 
     let q = values(3 * heads * group * dim, 3);
     let mut out = vec![f32::NAN; 3 * heads * group * dim_v];
@@ -174,7 +174,7 @@ fn conversions_agree_with_the_types_own() -> kvblocks_cpu::Result<()> {
         let paged = Paged::nhd(every.len(), 1, 1, 1)?;
         let slots: Vec<i64> = (0..every.len() as i64).collect();
         let mut stored = vec![T::round(0.0); every.len()];
-        write(plain_mut(T::elements_mut(&mut stored), paged), Elements::F32(&every), &slots, how)?;
+        write(plain_mut(T::elements_mut(&mut stored), paged), Elements::F32(&every), &slots, None, how)?;
         for (&value, &got) in every.iter().zip(&stored) {
             let expected = T::round(value);
             assert!(
@@ -281,7 +281,7 @@ fn errors_carry_the_numbers() {
     let rows = [1.0f32; 9];
     let how = executions()[0];
     let store = |cache: &mut [f32], slots: &[i64]| {
-        write(plain_mut(ElementsMut::F32(cache), paged), Elements::F32(&rows), slots, how)
+        write(plain_mut(ElementsMut::F32(cache), paged), Elements::F32(&rows), slots, None, how)
     };
     let wrong = |row, got| Error::Row { argument: "slot_mapping", row, got, low: -1, high: 7 };
     assert_eq!(store(&mut cache, &[0, 8, 1]), Err(wrong(1, 8)));
@@ -343,7 +343,7 @@ proptest! {
         let v = if agree { Paged { head_dim: v.head_dim, ..k } } else { v };
         let data = vec![1.0f32; len];
         let mut cache = data.clone();
-        if write(plain_mut(ElementsMut::F32(&mut cache), k), Elements::F32(&data), &slots, how).is_err() {
+        if write(plain_mut(ElementsMut::F32(&mut cache), k), Elements::F32(&data), &slots, None, how).is_err() {
             prop_assert_eq!(&cache, &data);
         }
         let copies: Vec<[i32; 2]> = rows.iter().map(|&(src, dst)| [src, dst]).collect();

@@ -7,8 +7,8 @@
 
 use kvblocks_cpu::half::slice::HalfBitsSliceExt;
 use kvblocks_cpu::{
-    Batch, Cache, CacheMut, E4m3, E5m2, Elements, ElementsMut, Execution, Groups, Isa, Options, Output,
-    Paged, Queries, Scaling, ScalingMut, Storage, Tail,
+    Batch, Cache, CacheMut, E4m3, E5m2, Elements, ElementsMut, Execution, Groups, GroupsMut, Isa, Losses,
+    Options, Output, Paged, Queries, Scaling, ScalingMut, Storage, Tail,
 };
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadwriteArray1};
 use pyo3::exceptions::PyValueError;
@@ -141,13 +141,17 @@ enum WriteScales<'py> {
     None,
     Given(String, PyReadonlyArray1<'py, f32>),
     Made(PyReadwriteArray1<'py, f32>),
+    Groups(bool, [PyReadwriteArray1<'py, u16>; 2], usize, usize),
 }
 
 impl<'py> WriteScales<'py> {
     fn new(scales: &Scales<'py>) -> PyResult<Self> {
-        let Some((scaling, scale, ..)) = scales else { return Ok(Self::None) };
-        Ok(match scaling.as_str() {
-            "token_head" => Self::Made(scale.extract()?),
+        let Some((scaling, scale, zero, size, bits)) = scales else { return Ok(Self::None) };
+        Ok(match (scaling.as_str(), zero) {
+            (_, Some(zero)) => {
+                Self::Groups(scaling == "token_group", [scale.extract()?, zero.extract()?], *size, *bits)
+            }
+            ("made", None) => Self::Made(scale.extract()?),
             _ => Self::Given(scaling.clone(), scale.extract()?),
         })
     }
@@ -155,12 +159,21 @@ impl<'py> WriteScales<'py> {
     fn scaling(&mut self) -> PyResult<ScalingMut<'_>> {
         match self {
             Self::None => Ok(ScalingMut::None),
-            Self::Made(scale) => Ok(ScalingMut::TokenHead(scale.as_slice_mut()?)),
+            Self::Made(scale) => Ok(ScalingMut::Made(scale.as_slice_mut()?)),
             Self::Given(name, scale) => match name.as_str() {
                 "head" => Ok(ScalingMut::Head(scale.as_slice()?)),
                 "channel" => Ok(ScalingMut::Channel(scale.as_slice()?)),
+                "token_head" => Ok(ScalingMut::TokenHead(scale.as_slice()?)),
                 other => Err(unknown_scaling(other)),
             },
+            Self::Groups(of_tokens, [scale, zero], size, bits) => {
+                let (scale, zero) = (
+                    scale.as_slice_mut()?.reinterpret_cast_mut(),
+                    zero.as_slice_mut()?.reinterpret_cast_mut(),
+                );
+                let groups = GroupsMut { size: *size, bits: *bits, scale, zero };
+                Ok(if *of_tokens { ScalingMut::TokenGroup(groups) } else { ScalingMut::Group(groups) })
+            }
         }
     }
 }
@@ -195,41 +208,42 @@ fn cpu_simd() -> Vec<&'static str> {
     Isa::NAMES.into_iter().filter(|name| Isa::named(name).is_some()).collect()
 }
 
-/// Store rows in K or V: cache (array, dtype, geometry), rows (array, dtype).
+/// Store rows in K or V: cache (array, dtype, geometry), rows (array, dtype). With `losses`, by head: the largest finite
+/// magnitudes, and how many values no code reaches.
 #[pyfunction]
-fn cpu_write(
-    py: Python<'_>,
-    cache: (Any<'_>, String, Geometry),
-    scales: Scales<'_>,
-    rows: (Any<'_>, String),
-    slots: PyReadonlyArray1<'_, i64>,
+#[allow(clippy::too_many_arguments)] // the interpreter's calling convention has no structs
+fn cpu_write<'py>(
+    py: Python<'py>,
+    cache: (Any<'py>, String, Geometry),
+    scales: Scales<'py>,
+    rows: (Any<'py>, String),
+    slots: PyReadonlyArray1<'py, i64>,
+    losses: bool,
     how: (String, usize),
-) -> PyResult<()> {
+) -> PyResult<Option<(Made<'py, f32>, Made<'py, i64>)>> {
     let (paged, how) = (paged(cache.2), execution((&how.0, how.1))?);
     let (mut data, rows) = (Write::new(&cache.0, &cache.1)?, Read::new(&rows.0, &rows.1)?);
     let mut scales = WriteScales::new(&scales)?;
     let cache = CacheMut { data: data.elements()?, paged, scaling: scales.scaling()? };
     let (rows, slots) = (rows.elements()?, slots.as_slice()?);
-    py.detach(|| kvblocks_cpu::write(cache, rows, slots, how)).map_err(to_python)
+    let mut losses = losses.then(|| Losses::none(paged.num_heads));
+    py.detach(|| kvblocks_cpu::write(cache, rows, slots, losses.as_mut(), how)).map_err(to_python)?;
+    Ok(losses.map(|Losses { amax, num_clipped }| (amax.into_pyarray(py), num_clipped.into_pyarray(py))))
 }
 
-/// Of rows (array, dtype) of num_heads and head_dim, by head: the largest finite magnitudes, and how many values lie
-/// limit scales or more away from 0.
+/// The largest finite magnitude in each column of rows (array, dtype) of so many columns.
 #[pyfunction]
-fn cpu_survey<'py>(
+fn cpu_amax<'py>(
     py: Python<'py>,
     rows: (Any<'py>, String),
-    sizes: (usize, usize),
-    scales: Scales<'py>,
-    limit: f32,
+    num_columns: usize,
     how: (String, usize),
-) -> PyResult<(Made<'py, f32>, Made<'py, i64>)> {
+) -> PyResult<Made<'py, f32>> {
     let how = execution((&how.0, how.1))?;
-    let (rows, scales) = (Read::new(&rows.0, &rows.1)?, ReadScales::new(&scales)?);
-    let (rows, scaling) = (rows.elements()?, scales.scaling()?);
-    let (amax, num_clipped) =
-        py.detach(|| kvblocks_cpu::survey(rows, sizes.0, sizes.1, scaling, limit, how)).map_err(to_python)?;
-    Ok((amax.into_pyarray(py), num_clipped.into_pyarray(py)))
+    let rows = Read::new(&rows.0, &rows.1)?;
+    let rows = rows.elements()?;
+    let amax = py.detach(|| kvblocks_cpu::amax_of_columns(rows, num_columns, how)).map_err(to_python)?;
+    Ok(amax.into_pyarray(py))
 }
 
 /// K or V of a layer: (array, dtype, geometry), scales.
@@ -352,7 +366,7 @@ fn cpu_read_all(py: Python<'_>, elements: ReadF32<'_>, how: (String, usize)) -> 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu_simd, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_read_all, module)?)?;
-    module.add_function(wrap_pyfunction!(cpu_survey, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_amax, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_write, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attend, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_copy_blocks, module)?)?;

@@ -45,6 +45,8 @@ impl Simd for Avx2 {
     type F = __m256;
     type I = __m256i;
     type M = __m256;
+    /// Of two bits: what each code stands for. Of four: scale and zero.
+    type Table = [__m256; 2];
     const LANES: usize = 8;
     const VECTORS: usize = 2;
     const BF16: bool = false;
@@ -294,6 +296,64 @@ impl Simd for Avx2 {
         on_memory!({
             let wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(from.cast()));
             _mm256_cvtph_ps(_mm_slli_epi16::<8>(wide))
+        })
+    }
+
+    #[inline(always)]
+    fn half(self, bits: u16) -> f32 {
+        on_registers!(_mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits)))))
+    }
+
+    #[inline(always)]
+    fn table<const BITS: usize>(self, scale: f32, zero: f32) -> [__m256; 2] {
+        on_registers!({
+            let (scale, zero) = (_mm256_set1_ps(scale), _mm256_set1_ps(zero));
+            if BITS == 2 {
+                let codes = _mm256_setr_ps(0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0);
+                [_mm256_add_ps(_mm256_mul_ps(codes, scale), zero), zero]
+            } else {
+                [scale, zero]
+            }
+        })
+    }
+
+    #[inline(always)]
+    fn look_up<const BITS: usize>(self, table: [__m256; 2], codes: __m256i) -> __m256 {
+        on_registers!(if BITS == 2 {
+            // Three bits of an index count; the table repeats itself.
+            _mm256_permutevar8x32_ps(table[0], codes)
+        } else {
+            let codes = _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)));
+            _mm256_add_ps(_mm256_mul_ps(codes, table[0]), table[1])
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn load_codes<const BITS: usize>(self, from: *const u8) -> __m256i {
+        on_memory!(if BITS == 2 {
+            let codes = _mm256_set1_epi16(from.cast::<i16>().read_unaligned());
+            _mm256_srlv_epi32(codes, _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14))
+        } else {
+            let codes = _mm256_set1_epi32(from.cast::<i32>().read_unaligned());
+            _mm256_srlv_epi32(codes, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28))
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn store_codes<const BITS: usize>(self, to: *mut u8, codes: __m256i) {
+        on_memory!({
+            let words = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256::<1>(codes));
+            let bytes = _mm_packus_epi16(words, words);
+            if BITS == 2 {
+                // c0 + 4 c1, then that + 16 (c2 + 4 c3)
+                let pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x0401));
+                let fours = _mm_madd_epi16(pairs, _mm_set1_epi32(0x0010_0001));
+                let words = _mm_packus_epi32(fours, fours);
+                _mm_storeu_si16(to, _mm_packus_epi16(words, words));
+            } else {
+                let pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));
+                _mm_storeu_si32(to, _mm_packus_epi16(pairs, pairs));
+            }
         })
     }
 

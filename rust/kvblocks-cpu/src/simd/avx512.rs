@@ -58,6 +58,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     type F = __m512;
     type I = __m512i;
     type M = __mmask16;
+    type Table = __m512;
     const LANES: usize = 16;
     const VECTORS: usize = 4;
     const BF16: bool = BF16;
@@ -288,6 +289,68 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         on_memory!({
             let wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(from.cast()));
             _mm512_cvtph_ps(_mm256_slli_epi16::<8>(wide))
+        })
+    }
+
+    #[inline(always)]
+    fn half(self, bits: u16) -> f32 {
+        on_registers!(_mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits)))))
+    }
+
+    #[inline(always)]
+    fn table<const BITS: usize>(self, scale: f32, zero: f32) -> __m512 {
+        let codes = std::array::from_fn::<f32, 16, _>(|lane| (lane % (1 << BITS)) as f32);
+        on_registers!({
+            let codes = _mm512_loadu_ps(codes.as_ptr());
+            _mm512_add_ps(_mm512_mul_ps(codes, _mm512_set1_ps(scale)), _mm512_set1_ps(zero))
+        })
+    }
+
+    #[inline(always)]
+    fn look_up<const BITS: usize>(self, table: __m512, codes: __m512i) -> __m512 {
+        // Four bits of an index count; a table of two bits repeats itself.
+        on_registers!(_mm512_permutexvar_ps(codes, table))
+    }
+
+    #[inline(always)]
+    unsafe fn load_codes<const BITS: usize>(self, from: *const u8) -> __m512i {
+        on_memory!(if BITS == 2 {
+            let shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            _mm512_srlv_epi32(_mm512_set1_epi32(from.cast::<i32>().read_unaligned()), shifts)
+        } else if BF16 {
+            // Of each copy of the 64 bits, the two codes that its lanes want.
+            let shifts = _mm512_setr_epi64(
+                0x04_0000_0000,
+                0x0C_0000_0008,
+                0x14_0000_0010,
+                0x1C_0000_0018,
+                0x24_0000_0020,
+                0x2C_0000_0028,
+                0x34_0000_0030,
+                0x3C_0000_0038,
+            );
+            _mm512_multishift_epi64_epi8(shifts, _mm512_set1_epi64(from.cast::<i64>().read_unaligned()))
+        } else {
+            let shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+            let halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+            let codes = _mm512_set1_epi64(from.cast::<i64>().read_unaligned());
+            _mm512_srlv_epi32(_mm512_permutexvar_epi32(halves, codes), shifts)
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn store_codes<const BITS: usize>(self, to: *mut u8, codes: __m512i) {
+        on_memory!({
+            let bytes = _mm512_cvtepi32_epi8(codes);
+            if BITS == 2 {
+                // c0 + 4 c1, then that + 16 (c2 + 4 c3)
+                let pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x0401));
+                let fours = _mm_madd_epi16(pairs, _mm_set1_epi32(0x0010_0001));
+                _mm_storeu_si32(to, _mm_cvtepi32_epi8(fours));
+            } else {
+                let pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));
+                _mm_storel_epi64(to.cast(), _mm_cvtepi16_epi8(pairs));
+            }
         })
     }
 

@@ -26,6 +26,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     type F: Copy;
     type I: Copy;
     type M: Copy;
+    /// What each code of a group stands for.
+    type Table: Copy;
     const LANES: usize;
     /// Vectors of queries that a tile of prefill holds: with four keys each, their sums leave registers for operands.
     const VECTORS: usize;
@@ -96,6 +98,17 @@ pub(crate) trait Simd: Copy + Send + Sync {
     unsafe fn store_f16(self, to: *mut u16, a: Self::F);
     unsafe fn load_e4m3(self, from: *const u8) -> Self::F;
     unsafe fn load_e5m2(self, from: *const u8) -> Self::F;
+
+    /// The value of the f16 of these bits.
+    fn half(self, bits: u16) -> f32;
+    /// `code * scale + zero` for the codes of `BITS` bits, 2 or 4; product and sum are rounded.
+    fn table<const BITS: usize>(self, scale: f32, zero: f32) -> Self::Table;
+    /// What codes stand for, of which the low `BITS` bits count.
+    fn look_up<const BITS: usize>(self, table: Self::Table, codes: Self::I) -> Self::F;
+    /// Codes packed from the lowest bits on: `LANES * BITS / 8` bytes. Only the low `BITS` bits of a lane count.
+    unsafe fn load_codes<const BITS: usize>(self, from: *const u8) -> Self::I;
+    /// Pack codes below 2^BITS.
+    unsafe fn store_codes<const BITS: usize>(self, to: *mut u8, codes: Self::I);
 
     /// Both halves of each lane as bf16, in f32: the low ones, the high ones.
     #[inline(always)]

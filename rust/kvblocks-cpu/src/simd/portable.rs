@@ -36,6 +36,8 @@ impl Simd for Portable {
     type F = F;
     type I = I;
     type M = [bool; LANES];
+    /// Scale and zero.
+    type Table = [f32; 2];
     const LANES: usize = LANES;
     const VECTORS: usize = 2;
     const BF16: bool = false;
@@ -263,6 +265,41 @@ impl Simd for Portable {
     unsafe fn load_e5m2(self, from: *const u8) -> F {
         // SAFETY: the caller's.
         unsafe { read(from) }.map(e5m2_value)
+    }
+
+    #[inline(always)]
+    fn half(self, bits: u16) -> f32 {
+        half::f16::from_bits(bits).to_f32_const()
+    }
+
+    #[inline(always)]
+    fn table<const BITS: usize>(self, scale: f32, zero: f32) -> [f32; 2] {
+        [scale, zero]
+    }
+
+    #[inline(always)]
+    fn look_up<const BITS: usize>(self, [scale, zero]: [f32; 2], codes: I) -> F {
+        codes.map(|code| (code & ((1 << BITS) - 1)) as f32 * scale + zero)
+    }
+
+    #[inline(always)]
+    unsafe fn load_codes<const BITS: usize>(self, from: *const u8) -> I {
+        // SAFETY: the caller's: LANES * BITS / 8 = BITS bytes.
+        let packed = unsafe {
+            if BITS == 2 {
+                u32::from(from.cast::<u16>().read_unaligned().to_le())
+            } else {
+                from.cast::<u32>().read_unaligned().to_le()
+            }
+        };
+        lanes(|i| packed >> (i * BITS))
+    }
+
+    #[inline(always)]
+    unsafe fn store_codes<const BITS: usize>(self, to: *mut u8, codes: I) {
+        let packed = codes.iter().enumerate().fold(0, |packed, (lane, code)| packed | code << (lane * BITS));
+        // SAFETY: the caller's: LANES * BITS / 8 = BITS bytes.
+        unsafe { std::ptr::copy_nonoverlapping(packed.to_le_bytes().as_ptr(), to, BITS) }
     }
 
     fn dot_pairs(self, _: I, _: I, c: F) -> F {
