@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--backend", default="numpy")
     arguments = parser.parse_args()
     model = smollm2()
-    windows = cut(np.array(model.encode(own_text()), np.int64), arguments.windows, WINDOW_TOKENS)
+    windows, _ = cut(np.array(model.encode(own_text()), np.int64), arguments.windows, WINDOW_TOKENS)
     names = (None, *arguments.formats)
     sums = {name: np.zeros(3) for name in arguments.formats}
     num_hit = 0

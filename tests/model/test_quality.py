@@ -24,7 +24,7 @@ def test_formats_keep_their_order_on_text_and_the_control_loses_every_needle(
     result = evaluate(
         model,
         variants,
-        text=Text(cut(ids, 2, 512), 256),
+        text=Text(cut(ids, 2, 512)[0], 256),
         grid=Grid((512,), (0.0, 0.5), 1),
         backend="numpy",
     )

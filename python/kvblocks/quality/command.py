@@ -181,14 +181,14 @@ def run(args: argparse.Namespace) -> int:
     )
     variants = _usable("--formats", lambda: [read_variant(text, model.config) for text in args.formats])
     ids = np.array(model.encode(read_text(args.text)), np.int64)
+    windows, rest = cut(ids, sizes["windows"], sizes["window_tokens"], start=model.start)
     text = grid = None
     if sizes["windows"]:
-        windows = cut(ids, sizes["windows"], sizes["window_tokens"])
         text = _usable("--scored-after", lambda: Text(windows, args.scored_after))
     if not args.no_needle:
         depths = tuple(depth / 100 for depth in sizes["depths"])
         grid = _usable("--lengths", lambda: Grid(tuple(sizes["lengths"]), depths, sizes["trials"]))
-    scales = _calibration(args, model, variants, ids[sizes["windows"] * sizes["window_tokens"] :], sizes)
+    scales = _calibration(args, model, variants, rest, sizes["window_tokens"])
     given = {name: value for name in _limits() if (value := getattr(args, name)) is not None}
     thresholds = Thresholds(**(dict.fromkeys(_limits()) | given)) if given else Thresholds()
     num_tokens = (text.num_tokens if text else 0) + (grid.num_tokens if grid else 0)
@@ -268,7 +268,7 @@ def _config(config: CacheConfig, args: argparse.Namespace) -> CacheConfig:
 
 
 def _calibration(
-    args: argparse.Namespace, model: Model, variants: Sequence[Variant], ids: IDS, sizes: dict[str, Any]
+    args: argparse.Namespace, model: Model, variants: Sequence[Variant], ids: IDS, window_tokens: int
 ) -> Calibration | None:
     """The scales that were asked for or are needed: of a file, or from `ids`, the text that is not scored."""
     if args.scales and args.calibrate:
@@ -277,8 +277,12 @@ def _calibration(
         return _usable("--scales", lambda: Calibration.load(args.scales, model.config))
     if not args.calibrate and not any(needs_calibration(variant.config) for variant in variants):
         return None
-    windows = cut(
-        ids, args.calibration_windows, sizes["window_tokens"], what="rest of the text, to calibrate on,"
+    windows, _ = cut(
+        ids,
+        args.calibration_windows,
+        window_tokens,
+        start=model.start,
+        what="rest of the text, to calibrate on,",
     )
     with report.progress("calibrating", windows.size) as progress:
         calibration = _usable(

@@ -28,8 +28,8 @@ from kvblocks.quality.verdict import Thresholds, failures
 class Text:
     """What perplexity and divergence are measured on.
 
-    windows: token ids [num_windows, num_tokens], each read from an empty cache; predictions of the tokens from
-    `first_scored` (>= 1) on count.
+    windows: token ids [num_windows, num_tokens], each read from an empty cache, `Model.start` at its beginning;
+    predictions of the tokens from `first_scored` (>= 1) on count.
     """
 
     windows: IDS
@@ -206,7 +206,10 @@ class _Run:
         haystack = self._model.encode(grid.haystack)
         for length in grid.lengths:
             prompts: list[tuple[float, Prompt]] = [
-                (depth, make_prompt(self._model.encode, haystack, length, depth, trial))
+                (
+                    depth,
+                    make_prompt(self._model.encode, haystack, length, depth, trial, start=self._model.start),
+                )
                 for depth in grid.depths
                 for trial in range(grid.num_trials)
             ]

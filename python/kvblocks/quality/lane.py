@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -137,9 +138,9 @@ class _View:
     def write(self, layer: int, k: Array, v: Array) -> None:
         self._cache.write(layer, *((k, v) if self._codec is None else self._codec(layer, k, v)))
 
-    def attend(self, layer: int, q: Array) -> Array:
+    def attend(self, layer: int, q: Array, **options: Any) -> Array:
         self.attended.add(layer)
-        return self._cache.attend(layer, q)
+        return self._cache.attend(layer, q, **options)
 
 
 def choose_backend(config: CacheConfig, wanted: str | Backend | None) -> Backend:

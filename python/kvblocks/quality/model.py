@@ -35,7 +35,17 @@ class CacheView(Protocol):
     def write(self, layer: int, k: Array, v: Array) -> None:
         """Store the step's K [num_tokens, num_kv_heads, head_dim] and V of a layer; see `PagedKVCache.write`."""
 
-    def attend(self, layer: int, q: Array) -> Array:
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+    ) -> Array:
         """Attention of q [num_tokens, num_q_heads, head_dim] over the layer; see `PagedKVCache.attend`."""
 
 
@@ -50,7 +60,8 @@ class Model:
 
     forward: one step, see `Forward`. config: the cache that it is compared with, its dtype 16 or 32 bit.
     context_tokens: the longest sequence that it was made for. encode: text to ids, without a token for the beginning.
-    thread_safe: whether several threads may call forward at once, each with a cache of its own.
+    start: ids that every sequence begins with, such as that token. thread_safe: whether several threads may call
+    forward at once, each with a cache of its own.
     """
 
     name: str
@@ -58,6 +69,7 @@ class Model:
     config: CacheConfig
     context_tokens: int
     encode: Callable[[str], Sequence[int]]
+    start: tuple[int, ...] = ()
     thread_safe: bool = False
 
 

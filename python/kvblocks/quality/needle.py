@@ -90,13 +90,23 @@ def exact_match(cells: Sequence[Cell]) -> float:
     return sum(cell.exact * cell.num_trials for cell in cells) / sum(cell.num_trials for cell in cells)
 
 
-def make_prompt(encode: Encode, haystack: Sequence[int], length: int, depth: float, trial: int) -> Prompt:
+def make_prompt(
+    encode: Encode,
+    haystack: Sequence[int],
+    length: int,
+    depth: float,
+    trial: int,
+    *,
+    start: Sequence[int] = (),
+) -> Prompt:
     """The prompt of `length` tokens whose key stands at `depth` of the haystack, ids that are repeated if need be.
 
-    Each trial has another key and another part of the haystack. Raises ValueError for a length that holds none of it.
+    It begins with `start`. Each trial has another key and another part of the haystack. Raises ValueError for a length
+    that holds none of it.
     """
     key = random.Random(f"{length} {depth} {trial}").randrange(10_000, 100_000)
     introduction, needle = (list(encode(text.format(key=key))) for text in (_INTRODUCTION, _NEEDLE))
+    introduction = [*start, *introduction]
     question, num_answer = _question(encode, key)
     num_hay = length - len(introduction) - len(needle) - len(question)
     if num_hay < 1:

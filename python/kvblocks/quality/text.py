@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
+
 from kvblocks.quality.model import IDS
 from kvblocks.report import UserError
 
@@ -29,11 +31,22 @@ def read_text(path: str | Path | None) -> str:
         raise UserError(f"{path}: {reason}") from error
 
 
-def cut(ids: IDS, num_windows: int, window_tokens: int, *, what: str = "text") -> IDS:
-    """The first windows of a text's ids, int64 [num_windows, window_tokens]; UserError if there are too few."""
-    needed = num_windows * window_tokens
+def cut(
+    ids: IDS, num_windows: int, window_tokens: int, *, start: tuple[int, ...] = (), what: str = "text"
+) -> tuple[IDS, IDS]:
+    """The first windows of a text's ids, int64 [num_windows, window_tokens], and the ids after them.
+
+    Each window begins with `start`. UserError where that fills it, and where the text is too short.
+    """
+    of_text = window_tokens - len(start)
+    if of_text < 1:
+        raise UserError(
+            f"a window of {window_tokens} tokens has no room for text: {len(start)} begin every sequence"
+        )
+    needed = num_windows * of_text
     if len(ids) < needed:
         raise UserError(
             f"the {what} has {len(ids)} tokens: {num_windows} windows of {window_tokens} tokens need {needed}"
         )
-    return ids[:needed].reshape(num_windows, window_tokens)
+    starts = np.tile(np.array(start, np.int64), (num_windows, 1))
+    return np.hstack([starts, ids[:needed].reshape(num_windows, of_text)]), ids[needed:]
