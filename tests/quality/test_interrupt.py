@@ -1,5 +1,6 @@
 """A run that is interrupted: what had been measured is told, for all lanes alike, and nothing else is."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -43,7 +44,7 @@ def interrupted(call: int) -> Model:
             signal.raise_signal(signal.SIGINT)
         return model.forward(cache, ids, rows)
 
-    return Model(model.name, forward, model.config, model.context_tokens, model.encode)
+    return dataclasses.replace(model, forward=forward)
 
 
 @pytest.mark.parametrize("call", [11, 12, 17, 18, 30])
@@ -72,6 +73,16 @@ def test_keys_that_were_asked_for_are_told() -> None:
         assert score.text is not None
         assert score.text.num_tokens == 3 * 31
         assert [(cell.depth, cell.num_trials) for cell in score.needle or []] == [(0.0, 1)]
+
+
+def test_threads_end_their_step_and_no_lane_is_ahead() -> None:
+    model = dataclasses.replace(interrupted(18), thread_safe=True)
+    variants = [with_format(model.config, name) for name in ("int8", "bfloat16")]
+    result = evaluate(model, variants, text=TEXT, num_threads=3, **SIZES)
+    assert result.interrupted
+    counts = {score.text.num_tokens for score in (result.reference, *result.scores) if score.text}
+    assert len(counts) == 1
+    assert 0 < counts.pop() < 3 * 31
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
@@ -156,10 +167,11 @@ def announced() -> Model:
             sys.stderr.write("measuring\n")
         return model.forward(cache, ids, rows)
 
-    return Model(model.name, forward, model.config, model.context_tokens, model.encode)
+    return dataclasses.replace(model, forward=forward, thread_safe=True)
 
 
-def test_a_signal_ends_a_long_run_with_its_table() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_signal_ends_a_long_run_with_its_table(threads: int) -> None:
     """The signal finds the work anywhere: in a layer, between two lanes, in the sums."""
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from kvblocks.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -174,6 +186,7 @@ def test_a_signal_ends_a_long_run_with_its_table() -> None:
         "1",
     ]
     options += ["--scored-after", "8", "--chunk", "8", "--formats", "kivi2", "int8", "--no-needle"]
+    options += ["--threads", str(threads)]
     process = subprocess.Popen(
         [sys.executable, "-u", "-c", code, "quality", *options],
         stdout=subprocess.PIPE,
