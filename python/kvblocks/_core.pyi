@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 _Handles: TypeAlias = NDArray[np.int64] | _Seq[int] | int
 _Counts: TypeAlias = NDArray[np.int32] | _Seq[int] | int
@@ -567,26 +568,46 @@ class BlockManager:
     def check_integrity(self) -> list[str]:
         """Recompute every counter and list from scratch; the violations found, empty when sound. O(capacity)."""
 
-@final
+@disjoint_base
 class StepBuffers:
-    """The caller's index arrays, filled by `schedule` in one call; the arrays are kept and cannot be resized.
+    """The caller's index arrays of steps, filled by `schedule` in one call; the memory is kept and cannot be resized.
 
-    block_tables: int32 [max_seqs, max_blocks_per_seq]. packed: int64 [layout(..)["num_words"]], which holds all
-    other arrays: slot_mapping int64 [max_tokens], positions int32 [max_tokens], seq_lens int32 [max_seqs],
-    query_start_loc int32 [max_seqs + 1], copies int32 [max_seqs, 2], changes int32 [max_seqs, 3]. Both
-    C-contiguous and writable; pinned memory is as good as any.
+    memory: int64 [layout(..)["num_words"]] each, C-contiguous and writable, no two of which share bytes; steps use
+    them in turn. Pinned memory is as good as any. Each holds, at the places that `layout` tells, slot_mapping int64
+    [max_tokens], positions int32 [max_tokens], seq_lens int32 [max_seqs], query_start_loc int32 [max_seqs + 1], copies
+    int32 [max_seqs, 2], changes int32 [max_seqs, 3] and, last, block_tables int32 [max_seqs, max_blocks_per_seq].
+    Raises ValueError for other lengths.
     """
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         manager: BlockManager,
-        block_tables: NDArray[np.int32],
-        packed: NDArray[np.int64],
+        memory: _Seq[NDArray[np.int64]],
+        max_seqs: int,
         max_tokens: int,
-    ) -> StepBuffers: ...
+        max_blocks_per_seq: int,
+    ) -> None: ...
     @staticmethod
-    def layout(max_seqs: int, max_tokens: int) -> dict[str, Any]:
-        """Places of the arrays in `packed`: name -> (first byte, byte after the last), and "num_words"."""
+    def layout(max_seqs: int, max_tokens: int, max_blocks_per_seq: int) -> dict[str, Any]:
+        """Places of the arrays: name -> (first byte, byte after the last), and "num_words"."""
+    @property
+    def current(self) -> int:
+        """Which of the `memory` holds the last step that was scheduled."""
+    @property
+    def num_rows(self) -> int:
+        """Rows of that step, padding included."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of that step, padding included."""
+    @property
+    def num_cols(self) -> int:
+        """Its longest block table, in blocks."""
+    @property
+    def num_copies(self) -> int:
+        """Its pairs in `copies`."""
+    @property
+    def num_changes(self) -> int:
+        """Its triples in `changes`."""
     def schedule(
         self,
         handles: _Handles,
@@ -608,6 +629,7 @@ class StepBuffers:
         same step. A row that would have to copy a block is then refused with `Later(0)`. Raises ValueError if
         the batch, or under "fit" a single row, exceeds the buffers, and for a sequence that the step has already;
         append also if a row of the step was freed, preempted, committed, taken back or given other blocks since.
+        The step's copies must run, for all layers, before its K/V is written.
         O(sequences of the step + tokens + changed columns).
         """
 

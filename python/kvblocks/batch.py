@@ -8,17 +8,12 @@ life of the step. They hold the last batch that was scheduled; a refused one cha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks._core import BlockManager, Scheduled, StepBuffers
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from kvblocks._core import _Counts, _Handles, _ScheduleOptions
+from kvblocks._core import BlockManager, StepBuffers
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -26,56 +21,25 @@ _T = TypeVar("_T", bound=np.generic)
 _DEFAULT_MAX_TOKENS_PER_SEQ: Final = 131_072
 
 
-class _Member:
-    """One set of arrays of the ring: the block tables, and all others in one packed buffer."""
+class _Arrays:
+    """Views of the memory of one step: the block tables, and all other arrays, which come first."""
 
-    def __init__(self, manager: BlockManager, max_seqs: int, max_tokens: int, columns: int) -> None:
-        places = StepBuffers.layout(max_seqs, max_tokens)
-        self.block_tables = np.empty((max_seqs, columns), np.int32)
-        self.packed = np.zeros(places["num_words"], np.int64)
-        self.schedule = StepBuffers(manager, self.block_tables, self.packed, max_tokens).schedule
-
+    def __init__(self, memory: NDArray[np.int64], places: dict[str, Any], max_seqs: int) -> None:
         def view(name: str, dtype: type[_T]) -> NDArray[_T]:
             start, end = places[name]
-            return self.packed.view(np.uint8)[start:end].view(dtype)
+            return memory.view(np.uint8)[start:end].view(dtype)
 
+        self.block_tables = view("block_tables", np.int32).reshape(max_seqs, -1)
+        self.packed = memory[: places["block_tables"][0] // 8]
         self.slot_mapping = view("slot_mapping", np.int64)
         self.positions = view("positions", np.int32)
         self.seq_lens = view("seq_lens", np.int32)
         self.query_start_loc = view("query_start_loc", np.int32)
         self.copies = view("copies", np.int32).reshape(-1, 2)
         self.changes = view("changes", np.int32).reshape(-1, 3)
-        # What it holds, as it was asked for; sizes are derived when somebody looks.
-        self.scheduled: Scheduled | None = None
-        self.options: _ScheduleOptions = {}
-        self.next = self
-
-    @property
-    def num_rows(self) -> int:
-        if self.scheduled is None:
-            return 0
-        return max(self.scheduled.num_seqs, self.options.get("pad_seqs", 0))
-
-    @property
-    def num_tokens(self) -> int:
-        if self.scheduled is None:
-            return 0
-        return max(self.scheduled.num_tokens, self.options.get("pad_tokens", 0))
-
-    @property
-    def num_cols(self) -> int:
-        return self.scheduled.max_blocks if self.scheduled is not None else 0
-
-    @property
-    def num_copies(self) -> int:
-        return self.scheduled.num_copies if self.scheduled is not None else 0
-
-    @property
-    def num_changes(self) -> int:
-        return self.scheduled.num_changes if self.scheduled is not None else 0
 
 
-class Step:
+class Step(StepBuffers):
     """Index arrays of one forward pass; the Step owns them, `schedule` fills them.
 
     max_seqs: rows; max_tokens: scheduled tokens of all rows; max_blocks_per_seq: columns of the block tables, by
@@ -105,34 +69,21 @@ class Step:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} is {size}, expected 1 or more")
+        places = StepBuffers.layout(max_seqs, max_tokens, columns)
+        memory = [np.zeros(places["num_words"], np.int64) for _ in range(depth)]
+        super().__init__(manager, memory, max_seqs, max_tokens, columns)
         self._block_size = manager.block_size
         self._null_block = manager.null_block_id
-        ring = [_Member(manager, max_seqs, max_tokens, columns) for _ in range(depth)]
-        for member, following in zip(ring, ring[1:] + ring[:1], strict=True):
-            member.next = following
-        self._now = ring[-1]
+        self._arrays = [_Arrays(array, places, max_seqs) for array in memory]
 
-    def schedule(self, handles: _Handles, num_new: _Counts, **options: Unpack[_ScheduleOptions]) -> Scheduled:
-        """Schedule the next `num_new[i]` tokens of each sequence; see `StepBuffers.schedule` for the options.
-
-        The step's copies must run, for all layers, before its K/V is written.
-        """
-        member = self._now if options and options.get("append") else self._now.next
-        # Most steps have no options, and a call without them takes a shorter way through the interpreter.
-        scheduled = (
-            member.schedule(handles, num_new, **options) if options else member.schedule(handles, num_new)
-        )
-        if scheduled or options.get("policy") == "fit":
-            member.scheduled = scheduled
-            member.options = options
-            self._now = member
-        return scheduled
+    @property
+    def _now(self) -> _Arrays:
+        return self._arrays[self.current]
 
     @property
     def block_tables(self) -> NDArray[np.int32]:
         """Block ids [num_seqs, longest table of the step], padded with the null block; a view."""
-        now = self._now
-        return now.block_tables[: now.num_rows, : now.num_cols]
+        return self._now.block_tables[: self.num_rows, : self.num_cols]
 
     @property
     def block_table_buffer(self) -> NDArray[np.int32]:
@@ -142,27 +93,27 @@ class Step:
     @property
     def slot_mapping(self) -> NDArray[np.int64]:
         """Slot of each scheduled token [num_tokens], -1 for padding; a view."""
-        return self._now.slot_mapping[: self._now.num_tokens]
+        return self._now.slot_mapping[: self.num_tokens]
 
     @property
     def positions(self) -> NDArray[np.int32]:
         """Position of each scheduled token in its sequence [num_tokens]; a view."""
-        return self._now.positions[: self._now.num_tokens]
+        return self._now.positions[: self.num_tokens]
 
     @property
     def seq_lens(self) -> NDArray[np.int32]:
         """Tokens of each sequence [num_seqs], this step's included; a view."""
-        return self._now.seq_lens[: self._now.num_rows]
+        return self._now.seq_lens[: self.num_rows]
 
     @property
     def query_start_loc(self) -> NDArray[np.int32]:
         """Where each row's tokens start [num_seqs + 1]; a view."""
-        return self._now.query_start_loc[: self._now.num_rows + 1]
+        return self._now.query_start_loc[: self.num_rows + 1]
 
     @property
     def copies(self) -> NDArray[np.int32]:
         """Copy-on-write copies (src, dst) of the step [num_copies, 2]; a view."""
-        return self._now.copies[: self._now.num_copies]
+        return self._now.copies[: self.num_copies]
 
     @property
     def changes(self) -> NDArray[np.int32]:
@@ -172,7 +123,7 @@ class Step:
         it is kept up to date by copying these ranges only. They may reach beyond the columns of `block_tables`,
         where a table has become shorter.
         """
-        return self._now.changes[: self._now.num_changes]
+        return self._now.changes[: self.num_changes]
 
     @property
     def packed(self) -> NDArray[np.int64]:
@@ -189,7 +140,7 @@ class Step:
         blocks = -(-lens // self._block_size)
         indptr = np.zeros(len(lens) + 1, np.int32)
         np.cumsum(blocks, out=indptr[1:])
-        indices = self.block_tables[np.arange(self._now.num_cols) < blocks[:, None]]
+        indices = self.block_tables[np.arange(self.num_cols) < blocks[:, None]]
         if (indices == self._null_block).any():
             raise ValueError("a sequence of the step has dropped blocks: this form has no place for holes")
         last = (lens - (blocks - 1) * self._block_size) * (lens > 0)

@@ -32,12 +32,13 @@ def test_p090_python_objects_do_not_grow_with_the_pool() -> None:
 
 def test_p091_a_step_touches_only_the_rows_that_changed() -> None:
     manager = kv.BlockManager(1 + 8192, 16, enable_prefix_cache=False)
-    tables = np.zeros((1024, 2048), np.int32)
-    places = StepBuffers.layout(1024, 65536)
-    packed = np.zeros(places["num_words"], np.int64)
-    buffers = StepBuffers(manager, tables, packed, 65536)
-    start, end = places["changes"]
-    changes = packed.view(np.uint8)[start:end].view(np.int32).reshape(-1, 3)
+    places = StepBuffers.layout(1024, 65536, 2048)
+    memory = np.zeros(places["num_words"], np.int64)
+    buffers = StepBuffers(manager, [memory], 1024, 65536, 2048)
+    tables, changes = (
+        memory.view(np.uint8)[slice(*places[name])].view(np.int32).reshape(-1, width)
+        for name, width in (("block_tables", 2048), ("changes", 3))
+    )
     lengths = np.array([1 + 7 * i % 64 for i in range(1024)], np.int32)
     admitted: list[Any] = [manager.allocate(manager.prepare(np.arange(length))) for length in lengths]
     handles = np.array([answer.handle for answer in admitted])

@@ -95,7 +95,7 @@ class TestTables:
         config = kv.CacheConfig(1, 1, 1, block_size=block_size)
         num_blocks = 3_000_000 if block_size < 2**10 else 2
         cache = kv.PagedKVCache(config, num_blocks, backend="numpy")
-        assert cache.step.block_tables.base.shape == (256, columns)
+        assert cache.step.block_table_buffer.shape == (256, columns)
         assert kv.Step(cache.manager).block_table_buffer.shape == (256, columns)
 
     def test_that_are_too_narrow_name_the_argument_to_raise(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import kvblocks as kv
 from kvblocks._core import StepBuffers
@@ -321,71 +322,94 @@ def test_a_batch_wider_than_the_block_tables_is_refused_whole() -> None:
     assert step.block_tables.tolist() == [manager.block_table(short).tolist()]
 
 
-MAX_SEQS, MAX_TOKENS = 2, 8
-NUM_WORDS = StepBuffers.layout(MAX_SEQS, MAX_TOKENS)["num_words"]
+SIZES = MAX_SEQS, MAX_TOKENS, MAX_BLOCKS = 2, 8, 4
+PLACES = StepBuffers.layout(*SIZES)
+NUM_WORDS = PLACES["num_words"]
+
+
+def view(memory: NDArray[np.int64], name: str, dtype: Any) -> list[int]:
+    """One of the arrays of a step's memory."""
+    numbers: list[int] = memory.view(np.uint8)[slice(*PLACES[name])].view(dtype).tolist()
+    return numbers
 
 
 @pytest.mark.parametrize(
-    ("block_tables", "packed", "error", "text"),
+    ("memory", "error", "text"),
     [
+        ([], ValueError, "memory is empty"),
         (
-            np.zeros((3, 4), np.int32),
-            np.zeros(NUM_WORDS, np.int64),
+            [np.zeros(NUM_WORDS - 1, np.int64)],
             ValueError,
-            f"packed has {NUM_WORDS} entries, expected",
+            f"memory has {NUM_WORDS - 1} entries, expected {NUM_WORDS}",
         ),
-        (np.zeros((2, 4), np.int64), np.zeros(NUM_WORDS, np.int64), TypeError, "block_tables"),
-        (np.zeros(8, np.int32), np.zeros(NUM_WORDS, np.int64), TypeError, "block_tables"),
-        (
-            np.zeros((4, 8), np.int32)[::2, ::2],
-            np.zeros(NUM_WORDS, np.int64),
-            ValueError,
-            "block_tables is not C-contiguous",
-        ),
-        (
-            np.zeros((2, 4), np.int32),
-            np.zeros(NUM_WORDS - 1, np.int64),
-            ValueError,
-            f"packed has {NUM_WORDS - 1} entries, expected {NUM_WORDS}",
-        ),
-        (np.zeros((2, 4), np.int32), np.zeros(NUM_WORDS, np.int32), TypeError, "packed"),
-        (
-            np.zeros((2, 4), np.int32),
-            np.zeros(2 * NUM_WORDS, np.int64)[::2],
-            ValueError,
-            "packed is not C-contiguous",
-        ),
-        (
-            np.zeros((2, 4), np.int32),
-            np.broadcast_to(np.int64(0), NUM_WORDS),
-            ValueError,
-            "packed is",
-        ),
+        ([np.zeros(NUM_WORDS, np.int32)], TypeError, "memory"),
+        ([np.zeros((NUM_WORDS, 1), np.int64)], TypeError, "memory"),
+        (np.zeros(NUM_WORDS, np.int64), TypeError, "memory"),
+        ([np.zeros(2 * NUM_WORDS, np.int64)[::2]], ValueError, "memory is not C-contiguous"),
+        ([np.broadcast_to(np.int64(0), NUM_WORDS)], ValueError, "memory is"),
     ],
 )
 def test_step_buffers_are_checked_once_made(
-    manager: kv.BlockManager, block_tables: Any, packed: Any, error: type[Exception], text: str
+    manager: kv.BlockManager, memory: Any, error: type[Exception], text: str
 ) -> None:
-    StepBuffers(manager, np.zeros((2, 4), np.int32), np.zeros(NUM_WORDS, np.int64), MAX_TOKENS)
+    StepBuffers(manager, [np.zeros(NUM_WORDS, np.int64)], *SIZES)
     with pytest.raises(error, match=text):
-        StepBuffers(manager, block_tables, packed, MAX_TOKENS)
+        StepBuffers(manager, memory, *SIZES)
 
 
 def test_step_buffers_must_not_share_memory_nor_be_read_only(manager: kv.BlockManager) -> None:
-    memory = np.zeros(NUM_WORDS, np.int64)
+    memory = np.zeros(2 * NUM_WORDS - 1, np.int64)
     with pytest.raises(ValueError, match="shares memory"):
-        StepBuffers(manager, memory[:4].view(np.int32).reshape(2, 4), memory, MAX_TOKENS)
+        StepBuffers(manager, [memory[:NUM_WORDS], memory[-NUM_WORDS:]], *SIZES)
     memory.flags.writeable = False
-    with pytest.raises(ValueError, match="packed is read-only"):
-        StepBuffers(manager, np.zeros((2, 4), np.int32), memory, MAX_TOKENS)
-    with pytest.raises(ValueError, match="max_tokens is -1"):
-        StepBuffers(manager, np.zeros((2, 4), np.int32), np.zeros(NUM_WORDS, np.int64), -1)
+    with pytest.raises(ValueError, match="memory is read-only"):
+        StepBuffers(manager, [memory[:NUM_WORDS]], *SIZES)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_sizes_of_step_buffers_are_named(manager: kv.BlockManager, place: int) -> None:
+    sizes = list(SIZES)
+    sizes[place] = -1
+    name = ("max_seqs", "max_tokens", "max_blocks_per_seq")[place]
+    with pytest.raises(ValueError, match=f"{name} is -1"):
+        StepBuffers(manager, [np.zeros(NUM_WORDS, np.int64)], *sizes)
+    with pytest.raises(ValueError, match=f"{name} is -1"):
+        StepBuffers.layout(*sizes)
+    sizes[place] = 2**80
+    with pytest.raises(ValueError, match="memory has"):
+        StepBuffers(manager, [np.zeros(NUM_WORDS, np.int64)], *sizes)
+
+
+def test_step_buffers_are_made_once_and_not_used_before(manager: kv.BlockManager) -> None:
+    class Unmade(StepBuffers):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(RuntimeError, match="__init__ of the step was not called"):
+        Unmade().schedule([], 1)
+    with pytest.raises(RuntimeError, match="not called"):
+        _ = Unmade().num_rows
+    step = kv.Step(manager, max_seqs=2)
+    with pytest.raises(RuntimeError, match="__init__ of the step was called twice"):
+        StepBuffers.__init__(step, manager, [np.zeros(NUM_WORDS, np.int64)], *SIZES)
+
+
+def test_steps_use_their_arrays_in_turn(manager: kv.BlockManager) -> None:
+    step = kv.Step(manager, max_seqs=2, depth=3)
+    assert (step.current, step.num_rows, step.num_tokens) == (2, 0, 0)
+    handle = admit(manager, range(6)).handle
+    seen = []
+    for num_new in (3, 1, 1, 1):
+        assert step.schedule(handle, num_new, pad_tokens=4)
+        seen.append((step.current, step.num_rows, step.num_tokens, step.positions[:num_new].tolist()))
+    assert seen == [(0, 1, 4, [0, 1, 2]), (1, 1, 4, [3]), (2, 1, 4, [4]), (0, 1, 4, [5])]
+    assert not step.schedule(handle, 1000)
+    assert step.current == 0
 
 
 def test_the_callers_arrays_are_filled_and_cannot_be_resized(manager: kv.BlockManager) -> None:
-    tables, packed = np.full((2, 4), 7, np.int32), np.zeros(NUM_WORDS, np.int64)
-    places = StepBuffers.layout(MAX_SEQS, MAX_TOKENS)
-    sizes = {name: place[1] - place[0] for name, place in places.items() if name != "num_words"}
+    memory = np.full(NUM_WORDS, -1, np.int64)
+    sizes = {name: place[1] - place[0] for name, place in PLACES.items() if name != "num_words"}
     assert sizes == {
         "slot_mapping": 8 * MAX_TOKENS,
         "positions": 4 * MAX_TOKENS,
@@ -393,13 +417,15 @@ def test_the_callers_arrays_are_filled_and_cannot_be_resized(manager: kv.BlockMa
         "query_start_loc": 4 * (MAX_SEQS + 1),
         "copies": 8 * MAX_SEQS,
         "changes": 12 * MAX_SEQS,
+        "block_tables": 4 * MAX_SEQS * MAX_BLOCKS,
     }
-    starts = sorted(place for name, place in places.items() if name != "num_words")
+    starts = sorted(place for name, place in PLACES.items() if name != "num_words")
     assert all(start % 8 == 0 for start, _ in starts)
     assert all(end <= start for (_, end), (start, _) in pairwise(starts))
-    assert starts[-1][1] <= 8 * places["num_words"]
-    buffers = StepBuffers(manager, tables, packed, MAX_TOKENS)
-    assert tables.tolist() == [[0] * 4] * 2
+    assert starts[-1] == PLACES["block_tables"]
+    assert starts[-1][1] <= 8 * NUM_WORDS
+    buffers = StepBuffers(manager, [memory], *SIZES)
+    assert view(memory, "block_tables", np.int32) == [0] * 8
     handle = admit(manager, range(6)).handle
     scheduled = buffers.schedule(handle, 6, pad_seqs=2, pad_tokens=8)
     assert (scheduled.num_seqs, scheduled.num_tokens, scheduled.num_changes, scheduled.max_blocks) == (
@@ -408,20 +434,16 @@ def test_the_callers_arrays_are_filled_and_cannot_be_resized(manager: kv.BlockMa
         1,
         2,
     )
-
-    def view(name: str, dtype: Any) -> list[int]:
-        return packed.view(np.uint8)[slice(*places[name])].view(dtype).tolist()
-
+    assert (buffers.num_rows, buffers.num_tokens, buffers.num_changes, buffers.num_cols) == (2, 8, 1, 2)
     table = manager.block_table(handle).tolist()
-    assert tables.tolist() == [[*table, 0, 0], [0] * 4]
-    assert view("slot_mapping", np.int64) == [*(table[i // 4] * 4 + i % 4 for i in range(6)), -1, -1]
-    assert view("positions", np.int32)[:6] == list(range(6))
-    assert view("seq_lens", np.int32) == [6, 0]
-    assert view("query_start_loc", np.int32) == [0, 6, 6]
-    assert view("changes", np.int32)[:3] == [0, 0, 2]
-    for owned in (tables, packed):
-        with pytest.raises(ValueError, match="cannot resize"):
-            owned.resize((64,), refcheck=True)
+    assert view(memory, "block_tables", np.int32) == [*table, 0, 0, *[0] * 4]
+    assert view(memory, "slot_mapping", np.int64) == [*(table[i // 4] * 4 + i % 4 for i in range(6)), -1, -1]
+    assert view(memory, "positions", np.int32)[:6] == list(range(6))
+    assert view(memory, "seq_lens", np.int32) == [6, 0]
+    assert view(memory, "query_start_loc", np.int32) == [0, 6, 6]
+    assert view(memory, "changes", np.int32)[:3] == [0, 0, 2]
+    with pytest.raises(ValueError, match="cannot resize"):
+        memory.resize((64,), refcheck=True)
 
 
 def test_whoever_applies_the_changes_keeps_a_copy_of_the_tables(manager: kv.BlockManager) -> None:
@@ -855,18 +877,15 @@ def test_a_declared_maximum_beyond_the_pool_is_refused(manager: kv.BlockManager)
     assert manager.stats().promised_blocks == 9
 
 
-def test_arrays_resized_behind_the_step_are_refused(manager: kv.BlockManager) -> None:
-    from kvblocks._core import StepBuffers
-
-    for resized in ("packed", "block_tables"):
-        words = StepBuffers.layout(2, 8)["num_words"]
-        arrays = {"block_tables": np.zeros((2, 4), np.int32), "packed": np.zeros(words, np.int64)}
-        buffers = StepBuffers(manager, **arrays, max_tokens=8)
-        arrays[resized].resize((1, 0) if resized == "block_tables" else 10, refcheck=False)
-        handle = admit(manager, range(4)).handle
-        with pytest.raises(ValueError, match=r"resized|contiguous"):
-            buffers.schedule(handle, 1)
-        assert manager.sequence(handle).num_scheduled == 0
+@pytest.mark.parametrize("length", [0, NUM_WORDS - 1, NUM_WORDS + 1])
+def test_memory_resized_behind_the_step_is_refused(manager: kv.BlockManager, length: int) -> None:
+    memory = np.zeros(NUM_WORDS, np.int64)
+    buffers = StepBuffers(manager, [memory], *SIZES)
+    memory.resize(length, refcheck=False)
+    handle = admit(manager, range(4)).handle
+    with pytest.raises(ValueError, match=f"memory has {length} entries, expected {NUM_WORDS}"):
+        buffers.schedule(handle, 1)
+    assert manager.sequence(handle).num_scheduled == 0
 
 
 def test_media_keep_their_order_when_a_prompt_is_cut() -> None:

@@ -9,6 +9,7 @@
 //!
 //! Invariant: a digest only *finds* a block; whoever finds one compares its content before using it.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use sha2::block_api::compress256;
@@ -119,24 +120,55 @@ impl BlockHasher {
             Some(bytes) => Digest::from_bytes(bytes, self.algorithm)?,
         };
         let mut digests = Vec::with_capacity(tokens.len() / block_size);
-        self.extend(&mut digests, parent, tokens, &keys.extras(block_size), block_size);
+        self.extend_from(&mut digests, parent, tokens, &keys.extras(block_size), block_size, |_| {});
         Ok(digests)
     }
 
-    /// Add the digests of the full blocks of `tokens` that `digests` does not hold yet. `parent` comes before the first
-    /// block of all; `extras` are framed media keys in the order of blocks. O(tokens not hashed yet).
+    /// Add the digests of the full blocks of `tokens` that `digests` does not hold yet, and return the tokens as the
+    /// caller's own. `parent` comes before the first block of all; `extras` are framed media keys in the order of blocks.
+    /// Tokens are copied block by block as they are hashed: each waits for the digest before it, memory meanwhile is
+    /// read for nothing. O(tokens).
     pub(crate) fn extend(
+        &self,
+        digests: &mut Vec<Digest>,
+        parent: Digest,
+        tokens: Cow<[u32]>,
+        extras: &[(usize, Arc<[u8]>)],
+        block_size: usize,
+    ) -> Vec<u32> {
+        match tokens {
+            Cow::Owned(tokens) => {
+                self.extend_from(digests, parent, &tokens, extras, block_size, |_| {});
+                tokens
+            }
+            Cow::Borrowed(tokens) => {
+                let mut own = Vec::with_capacity(tokens.len());
+                own.extend_from_slice(&tokens[..digests.len() * block_size]);
+                self.extend_from(digests, parent, tokens, extras, block_size, |block| {
+                    own.extend_from_slice(block);
+                });
+                own.extend_from_slice(&tokens[own.len()..]);
+                own
+            }
+        }
+    }
+
+    /// As `extend`, with each block that is hashed shown to `see`.
+    #[inline]
+    fn extend_from(
         &self,
         digests: &mut Vec<Digest>,
         parent: Digest,
         tokens: &[u32],
         extras: &[(usize, Arc<[u8]>)],
         block_size: usize,
+        mut see: impl FnMut(&[u32]),
     ) {
         let known = digests.len();
         let mut digest = digests.last().copied().unwrap_or(parent);
         if self.algorithm == Algorithm::Xxh3 && block_size == 16 && extras.is_empty() && LITTLE_ENDIAN {
             digests.extend(tokens.as_chunks().0[known..].iter().map(|block| {
+                see(block);
                 digest.low = xxh3_of_16(digest.low, block, self.seed);
                 digest
             }));
@@ -146,6 +178,7 @@ impl BlockHasher {
         let mut bytes = Vec::new();
         for (i, block) in tokens.chunks_exact(block_size).enumerate().skip(known) {
             let extra = extras.next_if(|extra| extra.0 == i).map_or(&[][..], |extra| &extra.1[..]);
+            see(block);
             digest = self.link(digest, block, extra, &mut bytes);
             digests.push(digest);
         }

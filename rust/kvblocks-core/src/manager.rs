@@ -3,6 +3,8 @@
 //!
 //! Invariant: a verb checks its whole batch before it changes anything, so an error or a refusal leaves no trace.
 
+use std::borrow::Cow;
+
 use slotmap::SlotMap;
 
 use crate::block_size::BlockSize;
@@ -171,7 +173,7 @@ impl Manager {
             );
         };
         let preparer = Preparer::new(hasher, block_size);
-        let no_tokens = preparer.tokens(Vec::new(), Keys::default());
+        let no_tokens = preparer.tokens(Cow::default(), Keys::default());
         Ok(Self {
             size: BlockSize::new(block_size),
             pool,

@@ -2,6 +2,7 @@
 //!
 //! Invariant: immutable and shared; `hashes` holds one digest per full block, or none when the prefix cache is off.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use crate::error::Result;
@@ -52,21 +53,23 @@ impl Preparer {
         Self { identity: Arc::new(()), hasher, block_size, no_keys, root }
     }
 
-    /// Hash a prompt once for any number of look-ups. Errors: empty keys, media outside the prompt. O(tokens).
-    pub fn prepare(&self, ids: Vec<u32>, keys: Keys) -> Result<Prompt> {
+    /// Hash a prompt once for any number of look-ups; borrowed ids are copied. Errors: empty keys, media outside the
+    /// prompt. O(tokens).
+    pub fn prepare<'a>(&self, ids: impl Into<Cow<'a, [u32]>>, keys: Keys) -> Result<Prompt> {
+        let ids = ids.into();
         keys.check(ids.len())?;
         Ok(self.wrap(Arc::new(self.tokens(ids, keys)), None))
     }
 
     /// Hash token ids.
-    pub(crate) fn tokens(&self, ids: Vec<u32>, keys: Keys) -> Tokens {
+    pub(crate) fn tokens(&self, ids: Cow<[u32]>, keys: Keys) -> Tokens {
         let extras = if keys.media.is_empty() { Vec::new() } else { keys.extras(self.block_size) };
         self.hash(ids, keys, extras, &[])
     }
 
     /// A prompt and what was computed after it, under the same keys; `known`: digests of its leading blocks.
     pub(crate) fn extended(&self, prompt: &Tokens, ids: Vec<u32>, known: &[Digest]) -> Tokens {
-        self.hash(ids, prompt.keys.clone(), prompt.extras.clone(), known)
+        self.hash(Cow::Owned(ids), prompt.keys.clone(), prompt.extras.clone(), known)
     }
 
     /// The first `len` tokens of a prompt. A media item that is cut short is another item in the block of the cut; the
@@ -78,24 +81,26 @@ impl Preparer {
         let behind = keys.extras(self.block_size).into_iter().filter(|extra| extra.0 >= full);
         let extras = before.chain(behind).collect();
         let known = &prompt.hashes[..prompt.hashes.len().min(full)];
-        self.hash(prompt.ids[..len].to_vec(), keys, extras, known)
+        self.hash(Cow::Borrowed(&prompt.ids[..len]), keys, extras, known)
     }
 
     /// Hash what `known`, the digests of leading blocks, does not cover.
-    fn hash(&self, ids: Vec<u32>, keys: Keys, extras: Vec<(usize, Arc<[u8]>)>, known: &[Digest]) -> Tokens {
+    fn hash(&self, ids: Cow<[u32]>, keys: Keys, extras: Vec<(usize, Arc<[u8]>)>, known: &[Digest]) -> Tokens {
         let plain = keys.adapter.is_none() && keys.salt.is_none();
         let namespace = if plain { Arc::clone(&self.no_keys) } else { keys.namespace() };
-        let mut tokens = Tokens { ids, hashes: Vec::new(), keys, namespace, root: self.root, extras };
-        if let Some(hasher) = &self.hasher {
-            if !plain {
-                tokens.root = hasher.root(&tokens.namespace);
+        let (mut root, mut hashes) = (self.root, Vec::new());
+        let ids = match &self.hasher {
+            None => ids.into_owned(),
+            Some(hasher) => {
+                if !plain {
+                    root = hasher.root(&namespace);
+                }
+                hashes.reserve_exact(ids.len() / self.block_size);
+                hashes.extend_from_slice(known);
+                hasher.extend(&mut hashes, root, ids, &extras, self.block_size)
             }
-            let mut hashes = Vec::with_capacity(tokens.ids.len() / self.block_size);
-            hashes.extend_from_slice(known);
-            hasher.extend(&mut hashes, tokens.root, &tokens.ids, &tokens.extras, self.block_size);
-            tokens.hashes = hashes;
-        }
-        tokens
+        };
+        Tokens { ids, hashes, keys, namespace, root, extras }
     }
 
     /// Tokens hashed already, as a prompt.

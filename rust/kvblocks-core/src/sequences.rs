@@ -114,6 +114,8 @@ impl IndexMut<SeqHandle> for Sequences {
 
 #[cfg(test)]
 mod tests {
+    use std::borrow::Cow;
+
     use super::*;
     use crate::keys::Keys;
     use crate::prompt::Preparer;
@@ -121,8 +123,8 @@ mod tests {
     #[test]
     fn a_freed_sequence_does_not_keep_its_prompt() {
         let preparer = Preparer::new(None, 4);
-        let mut seqs = Sequences::new(preparer.tokens(Vec::new(), Keys::default()));
-        let prompt = Arc::new(preparer.tokens(vec![1, 2, 3], Keys::default()));
+        let mut seqs = Sequences::new(preparer.tokens(Cow::default(), Keys::default()));
+        let prompt = Arc::new(preparer.tokens(vec![1, 2, 3].into(), Keys::default()));
         let handle = seqs.insert(Sequence::new(Arc::clone(&prompt), 0));
         assert_eq!(Arc::strong_count(&prompt), 2);
         drop(seqs.remove(handle));

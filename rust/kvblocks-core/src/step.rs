@@ -389,9 +389,9 @@ impl Manager {
         Ok(())
     }
 
-    /// Schedule the leading `rows` that are plain, `at` of `self.single` the first; returns how many. A plain row has one new token, in a block that the
-    /// sequence may write, it keeps its distance to what is reserved, and its row shows its table: nothing changes but
-    /// its cursors, which `retreat` can take back.
+    /// Schedule the leading `rows` that are plain, the first noted `at` this place of `self.single`; returns how many. A
+    /// plain row has one new token, in a block that the sequence may write, it keeps its distance to what is reserved, and
+    /// its row shows its table: nothing changes but its cursors, which `retreat` can take back.
     fn advance_plain_rows(
         &mut self,
         request: &StepRequest,
@@ -536,9 +536,13 @@ impl Manager {
         for plan in &mut self.plan {
             let num_opened = usize::from(plan.tail == Tail::Opens);
             if plan.tail == Tail::Ready || num_opened > 0 && need < available {
-                self.pool.prefetch_free(need);
                 need += num_opened;
                 num_planned += 1;
+                if num_opened > 0 {
+                    let seq = &self.seqs[request.handles[plan.row]];
+                    prefetch(&seq.blocks, (seq.num_cols as usize).saturating_sub(1));
+                    self.pool.prefetch_free(need - 1);
+                }
                 continue;
             }
             let seq = &self.seqs[request.handles[plan.row]];

@@ -39,7 +39,8 @@ pub(crate) struct ShownRows<'a> {
     pub seq_lens: &'a [i32],
 }
 
-/// What the arrays are to hold of the rows of one token that are plain or open a block, kept until no row of it can be refused any more.
+/// What the arrays are to hold of the rows of one token that are plain or open a block, kept until no row of the step
+/// can be refused any more.
 #[derive(Default)]
 pub(crate) struct SingleRows {
     pub slots: Vec<i64>,
@@ -227,8 +228,8 @@ impl StepArrays<'_> {
             self.seq_lens[row] = 0;
             self.query_start_loc[row + 1] = step.num_tokens as i32;
         }
-        if let Some(rest) = self.slot_mapping.get_mut(step.num_tokens..request.pad_tokens) {
-            rest.fill(-1);
+        if step.num_tokens < request.pad_tokens {
+            self.slot_mapping[step.num_tokens..request.pad_tokens].fill(-1);
             self.positions[step.num_tokens..request.pad_tokens].fill(0);
         }
     }

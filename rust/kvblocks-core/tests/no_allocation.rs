@@ -105,8 +105,10 @@ fn a_warm_step_allocates_nothing() {
     let mut buffers = Buffers::new();
     let mut handles = Vec::new();
     for i in 0..16u32 {
-        let prompt =
-            manager.preparer().prepare((0..100 + i).map(|t| t * i).collect(), Keys::default()).unwrap();
+        let prompt = manager
+            .preparer()
+            .prepare((0..100 + i).map(|t| t * i).collect::<Vec<_>>(), Keys::default())
+            .unwrap();
         handles.push(manager.allocate(&prompt, AdmissionOptions::default()).unwrap().unwrap().handle);
     }
     // The first step sizes the scratch space.

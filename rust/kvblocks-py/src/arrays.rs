@@ -120,22 +120,36 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
     }
 }
 
+/// One number where an argument may be that or an array; None for anything else.
+fn single(object: &Bound<'_, PyAny>) -> Option<i64> {
+    // Asked in the order of what is common: other numbers, such as NumPy's scalars, come last.
+    let may_be = object.is_instance_of::<PyInt>() || !object.is_instance_of::<PyUntypedArray>();
+    if may_be {
+        object.extract().ok().map(|Int(one)| one)
+    } else {
+        None
+    }
+}
+
 /// `handles`: int64 array [n], a sequence of ints, or one int.
-pub struct Handles<'py>(Numbers<'py, i64>);
+pub enum Handles<'py> {
+    One([i64; 1]),
+    Many(Numbers<'py, i64>),
+}
 
 impl<'py> Handles<'py> {
     pub fn new(object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        match object.cast::<PyUntypedArray>() {
-            Err(_) => match object.extract() {
-                Ok(Int(one)) => Ok(Self(Numbers::Owned(vec![one]))),
-                Err(_) => Numbers::new("handles", "int64", object).map(Self),
-            },
-            Ok(_) => Numbers::new("handles", "int64", object).map(Self),
+        match single(object) {
+            Some(one) => Ok(Self::One([one])),
+            None => Numbers::new("handles", "int64", object).map(Self::Many),
         }
     }
 
     pub fn get(&self) -> &[SeqHandle] {
-        SeqHandle::wrap_slice(self.0.get())
+        SeqHandle::wrap_slice(match self {
+            Self::One(one) => one,
+            Self::Many(handles) => handles.get(),
+        })
     }
 }
 
@@ -147,12 +161,10 @@ pub enum CountArgument<'py> {
 
 impl<'py> CountArgument<'py> {
     pub fn new(argument: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        if object.cast::<PyUntypedArray>().is_err() {
-            if let Ok(Int(one)) = object.extract() {
-                return narrow(argument, one).map(Self::All);
-            }
+        match single(object) {
+            Some(one) => narrow(argument, one).map(Self::All),
+            None => Numbers::new(argument, "int32", object).map(Self::Each),
         }
-        Numbers::new(argument, "int32", object).map(Self::Each)
     }
 
     /// The default where the argument was left out.
@@ -177,29 +189,52 @@ pub enum TokenIds<'py> {
 
 impl<'py> TokenIds<'py> {
     pub fn new(object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let view = if object.is_instance_of::<PyList>() { object.clone() } else { viewed(object)? };
-        // One pass that the compiler turns into vector instructions; the exact place matters to an error only.
-        if view.cast::<PyArray1<i32>>().is_ok() {
-            let ids = Numbers::<i32>::new("tokens", "int32", &view)?;
-            match ids.get().iter().fold(0, |all, &id| all | id) {
-                0.. => Ok(Self::Int32(ids)),
-                _ => checked_ids(ids.get()).map(Self::Owned),
-            }
-        } else if view.cast::<PyArray1<u32>>().is_ok() {
-            Ok(Self::Uint32(Numbers::new("tokens", "uint32", &view)?))
-        } else {
-            let ids = Numbers::<i64>::new("tokens", "int32 or int64", object)?;
-            match ids.get().iter().fold(0, |all, &id| all | id >> 32) {
-                0 => Ok(Self::Owned(ids.get().iter().map(|&id| id as u32).collect())),
-                _ => checked_ids(ids.get()).map(Self::Owned),
-            }
+        let ids = Self::unchecked(object)?;
+        ids.check(ids.get())?;
+        Ok(ids)
+    }
+
+    /// As `new`, for a caller who hands what `get` has given, or a copy, to `check`: it may be cheaper to look at later.
+    pub fn unchecked(object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if let Some(ids) = Self::borrowed(object)? {
+            return Ok(ids);
         }
+        let is_seen = object.is_instance_of::<PyList>() || object.is_instance_of::<PyUntypedArray>();
+        if let Some(ids) = if is_seen { None } else { Self::borrowed(&viewed(object)?)? } {
+            return Ok(ids);
+        }
+        let ids = Numbers::<i64>::new("tokens", "int32 or int64", object)?;
+        // One pass that the compiler turns into vector instructions; the exact place matters to an error only.
+        match ids.get().iter().fold(0, |all, &id| all | id >> 32) {
+            0 => Ok(Self::Owned(ids.get().iter().map(|&id| id as u32).collect())),
+            _ => checked_ids(ids.get()).map(Self::Owned),
+        }
+    }
+
+    /// The ids of an array of 4 bytes each; None for anything else.
+    fn borrowed(object: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        Ok(if object.cast::<PyArray1<i32>>().is_ok() {
+            Some(Self::Int32(Numbers::new("tokens", "int32", object)?))
+        } else if object.cast::<PyArray1<u32>>().is_ok() {
+            Some(Self::Uint32(Numbers::new("tokens", "uint32", object)?))
+        } else {
+            None
+        })
+    }
+
+    /// Refuse ids that are negative where they come from.
+    pub fn check(&self, ids: &[u32]) -> PyResult<()> {
+        let may_be_negative = matches!(self, Self::Int32(_));
+        if may_be_negative && ids.iter().fold(0, |all, &id| all | id) > i32::MAX as u32 {
+            checked_ids::<i32>(bytemuck::cast_slice(ids))?;
+        }
+        Ok(())
     }
 
     /// The ids where they stand, to be read while the interpreter is held: another thread may write to the array.
     pub fn get(&self) -> &[u32] {
         match self {
-            // Not negative, or it would have been refused.
+            // A negative one is refused by `check`.
             Self::Int32(ids) => bytemuck::cast_slice(ids.get()),
             Self::Uint32(ids) => ids.get(),
             Self::Owned(ids) => ids,

@@ -192,14 +192,19 @@ impl PyBlockManager {
         media: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyPrompt> {
         self.check_process()?;
-        let ids = TokenIds::new(tokens)?.into_vec();
+        let tokens = TokenIds::unchecked(tokens)?;
         let keys = arrays::keys(adapter, salt, media)?;
-        // Letting go of the interpreter costs more than a short prompt.
-        let prompt = match ids.len() {
-            ..4096 => self.preparer.prepare(ids, keys),
-            _ => py.detach(|| self.preparer.prepare(ids, keys)),
+        // Letting go of the interpreter costs more than a short prompt, and asks for a copy.
+        let prompt = match tokens.get().len() {
+            ..4096 => self.preparer.prepare(tokens.get(), keys),
+            _ => {
+                let ids = tokens.get().to_vec();
+                py.detach(|| self.preparer.prepare(ids, keys))
+            }
         };
-        Ok(PyPrompt(prompt.map_err(to_python)?, self.hasher.algorithm))
+        let prompt = prompt.map_err(to_python)?;
+        tokens.check(prompt.ids())?;
+        Ok(PyPrompt(prompt, self.hasher.algorithm))
     }
 
     #[pyo3(signature = (prompt, *, recompute_last_hit=false))]

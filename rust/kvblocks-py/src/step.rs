@@ -1,139 +1,222 @@
-//! `StepBuffers`: the caller's NumPy arrays that a step is written into. Imports `answers`, `arrays`, `errors`,
+//! `StepBuffers`: the caller's NumPy arrays that steps are written into. Imports `answers`, `arrays`, `errors`,
 //! `manager`.
 //!
-//! Invariant: the arrays are kept, so that NumPy refuses to resize them, and shapes are checked once, here. All but the
-//! block tables stand in one packed array: one borrow here, one copy to a device. Lock order: the buffers' lock, then
-//! the manager's.
+//! Invariant: the arrays are kept, so that NumPy refuses to resize them, and shapes are checked once, here. All arrays of
+//! a step stand in one: one borrow here, and for all but the block tables, which come last, one copy to a device. Lock
+//! order: the buffers' lock, then the manager's.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvblocks_core::{Policy, RowState, Scheduled, StepArrays, StepRequest};
-use numpy::{Element, PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray, PyUntypedArrayMethods};
-use pyo3::exceptions::PyValueError;
+use numpy::{PyArray1, PyArrayMethods, PyReadwriteArray1, PyUntypedArrayMethods};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::answers::PyScheduled;
 use crate::arrays::{word, CountArgument, Handles, Int};
 use crate::errors::to_python;
 use crate::manager::PyBlockManager;
 
-/// Where each array stands in the packed one, in elements of its own type: `slot_mapping` (int64) comes first, then the
-/// int32 arrays, each from an 8-byte boundary.
+/// Where each array stands in the memory of a step, in elements of its own type: `slot_mapping` (int64) comes first, then
+/// the int32 arrays, each from an 8-byte boundary.
+#[derive(Clone, Copy)]
 struct Layout {
     max_seqs: usize,
     max_tokens: usize,
+    max_blocks: usize,
 }
 
 impl Layout {
+    fn new(max_seqs: Int, max_tokens: Int, max_blocks: Int) -> PyResult<Self> {
+        let most = |size: usize| size.min(i32::MAX as usize);
+        Ok(Self {
+            max_seqs: most(max_seqs.size("max_seqs")?),
+            max_tokens: most(max_tokens.size("max_tokens")?),
+            max_blocks: most(max_blocks.size("max_blocks_per_seq")?),
+        })
+    }
+
     /// Names and lengths of the int32 arrays.
-    fn int32_arrays(&self) -> [(&'static str, usize); 5] {
+    fn int32_arrays(&self) -> [(&'static str, usize); 6] {
         [
             ("positions", self.max_tokens),
             ("seq_lens", self.max_seqs),
             ("query_start_loc", self.max_seqs + 1),
             ("copies", 2 * self.max_seqs),
             ("changes", 3 * self.max_seqs),
+            ("block_tables", self.max_seqs.saturating_mul(self.max_blocks)),
         ]
     }
 
     /// Their places, counted from the end of `slot_mapping`.
-    fn int32_ranges(&self) -> [Range<usize>; 5] {
-        let mut at = 0;
+    fn int32_ranges(&self) -> [Range<usize>; 6] {
+        let mut at = 0usize;
         self.int32_arrays().map(|(_, len)| {
             let start = at;
-            at += len.next_multiple_of(2);
-            start..start + len
+            at = start.saturating_add(len).saturating_add(len % 2);
+            start..start.saturating_add(len)
         })
     }
 
-    /// Length of the packed int64 array.
+    /// Length of the memory, as int64.
     fn num_words(&self) -> usize {
-        let int32: usize = self.int32_arrays().iter().map(|(_, len)| len.next_multiple_of(2)).sum();
-        self.max_tokens + int32 / 2
+        let int32 = self.int32_ranges()[5].end;
+        self.max_tokens.saturating_add(int32.div_ceil(2))
     }
 }
 
-/// A step's index arrays, owned by the caller.
-#[pyclass(name = "StepBuffers", module = "kvblocks._core", frozen)]
-pub struct PyStepBuffers {
+/// The index arrays of steps, owned by the caller: a ring of them, each used in turn.
+#[pyclass(name = "StepBuffers", module = "kvblocks._core", frozen, subclass)]
+pub struct PyStepBuffers(OnceLock<Buffers>);
+
+struct Buffers {
     manager: Py<PyBlockManager>,
-    block_tables: Py<PyArray2<i32>>,
-    packed: Py<PyArray1<i64>>,
     layout: Layout,
-    max_blocks: usize,
-    held: Mutex<Held>,
+    memory: Vec<Py<PyArray1<i64>>>,
+    ring: Mutex<Ring>,
 }
 
 /// What the arrays hold.
+struct Ring {
+    /// Which of them the last step was written into.
+    current: usize,
+    held: Vec<Held>,
+}
+
 struct Held {
     rows: Vec<RowState>,
     step: Scheduled,
-    is_padded: bool,
+    pad_seqs: usize,
+    pad_tokens: usize,
 }
 
-fn writable<'py, T: Element, D: numpy::ndarray::Dimension>(
-    name: &str,
-    array: &Bound<'py, numpy::PyArray<T, D>>,
-) -> PyResult<PyReadwriteArray<'py, T, D>> {
-    let error = |what: &str| PyValueError::new_err(format!("{name} {what}"));
+fn writable<'py>(
+    array: &Bound<'py, PyArray1<i64>>,
+    num_words: usize,
+) -> PyResult<PyReadwriteArray1<'py, i64>> {
+    let error = |what: &str| PyValueError::new_err(format!("memory {what}"));
     if !array.is_c_contiguous() {
         return Err(error("is not C-contiguous"));
     }
-    array.try_readwrite().map_err(|_| error("is read-only, or shares memory with the step's other array"))
+    if array.len() != num_words {
+        return Err(error(&format!("has {} entries, expected {num_words}", array.len())));
+    }
+    array.try_readwrite().map_err(|_| error("is read-only, or shares memory with an array in use"))
+}
+
+impl PyStepBuffers {
+    fn buffers(&self) -> PyResult<&Buffers> {
+        self.0.get().ok_or_else(|| PyRuntimeError::new_err("__init__ of the step was not called"))
+    }
+
+    fn with_held<T>(&self, py: Python<'_>, read: impl FnOnce(&Held) -> T) -> PyResult<T> {
+        let buffers = self.buffers()?;
+        buffers.manager.get().check_process()?;
+        let ring = buffers.lock(py);
+        Ok(read(&ring.held[ring.current]))
+    }
+}
+
+impl Buffers {
+    fn lock<'a>(&'a self, py: Python<'_>) -> MutexGuard<'a, Ring> {
+        self.ring.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 #[pymethods]
 impl PyStepBuffers {
     #[new]
-    fn new(
+    #[pyo3(signature = (*_args, **_kwargs))]
+    fn new(_args: &Bound<'_, PyTuple>, _kwargs: Option<&Bound<'_, PyDict>>) -> Self {
+        Self(OnceLock::new())
+    }
+
+    fn __init__(
+        &self,
+        py: Python<'_>,
         manager: Py<PyBlockManager>,
-        block_tables: Bound<'_, PyArray2<i32>>,
-        packed: Bound<'_, PyArray1<i64>>,
+        memory: Vec<Py<PyArray1<i64>>>,
+        max_seqs: Int,
         max_tokens: Int,
-    ) -> PyResult<Self> {
+        max_blocks_per_seq: Int,
+    ) -> PyResult<()> {
         manager.get().check_process()?;
-        let [max_seqs, max_blocks] = [block_tables.shape()[0], block_tables.shape()[1]];
-        let layout = Layout { max_seqs, max_tokens: max_tokens.size("max_tokens")?.min(packed.len()) };
-        if packed.len() != layout.num_words() {
-            let (got, expected) = (packed.len(), layout.num_words());
-            return Err(PyValueError::new_err(format!("packed has {got} entries, expected {expected}")));
+        let layout = Layout::new(max_seqs, max_tokens, max_blocks_per_seq)?;
+        if memory.is_empty() {
+            return Err(PyValueError::new_err("memory is empty, expected one array or more"));
         }
-        {
-            let mut tables = writable("block_tables", &block_tables)?;
-            let _packed = writable("packed", &packed)?;
-            tables.as_array_mut().fill(manager.get().null_block_id());
-        }
-        Ok(Self {
-            manager,
-            block_tables: block_tables.unbind(),
-            packed: packed.unbind(),
-            layout,
-            max_blocks,
-            held: Mutex::new(Held {
-                rows: vec![RowState::default(); max_seqs],
+        let mut held = Vec::with_capacity(memory.len());
+        let mut borrowed = Vec::with_capacity(memory.len());
+        for array in &memory {
+            let mut array = writable(array.bind(py), layout.num_words())?;
+            let rest: &mut [i32] = bytemuck::cast_slice_mut(&mut array.as_slice_mut()?[layout.max_tokens..]);
+            rest[layout.int32_ranges()[5].clone()].fill(manager.get().null_block_id());
+            // Held until all have been seen: no two may share memory.
+            borrowed.push(array);
+            held.push(Held {
+                rows: vec![RowState::default(); layout.max_seqs],
                 step: Scheduled::default(),
-                is_padded: false,
-            }),
-        })
+                pad_seqs: 0,
+                pad_tokens: 0,
+            });
+        }
+        drop(borrowed);
+        let ring = Mutex::new(Ring { current: held.len() - 1, held });
+        let buffers = Buffers { manager, layout, memory, ring };
+        self.0.set(buffers).map_err(|_| PyRuntimeError::new_err("__init__ of the step was called twice"))
     }
 
     #[staticmethod]
-    fn layout<'py>(py: Python<'py>, max_seqs: Int, max_tokens: Int) -> PyResult<Bound<'py, PyDict>> {
-        let layout = Layout {
-            max_seqs: max_seqs.size("max_seqs")?.min(i32::MAX as usize),
-            max_tokens: max_tokens.size("max_tokens")?.min(i32::MAX as usize),
-        };
+    fn layout<'py>(
+        py: Python<'py>,
+        max_seqs: Int,
+        max_tokens: Int,
+        max_blocks_per_seq: Int,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let layout = Layout::new(max_seqs, max_tokens, max_blocks_per_seq)?;
         let places = PyDict::new(py);
         places.set_item("num_words", layout.num_words())?;
         places.set_item("slot_mapping", (0, 8 * layout.max_tokens))?;
         for ((name, _), range) in layout.int32_arrays().iter().zip(layout.int32_ranges()) {
-            let start = 8 * layout.max_tokens;
-            places.set_item(name, (start + 4 * range.start, start + 4 * range.end))?;
+            let byte = |word: usize| word.saturating_mul(4).saturating_add(8 * layout.max_tokens);
+            places.set_item(name, (byte(range.start), byte(range.end)))?;
         }
         Ok(places)
+    }
+
+    #[getter]
+    fn current(&self, py: Python<'_>) -> PyResult<usize> {
+        let buffers = self.buffers()?;
+        buffers.manager.get().check_process()?;
+        Ok(buffers.lock(py).current)
+    }
+
+    #[getter]
+    fn num_rows(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with_held(py, |held| held.step.num_seqs.max(held.pad_seqs))
+    }
+
+    #[getter]
+    fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with_held(py, |held| held.step.num_tokens.max(held.pad_tokens))
+    }
+
+    #[getter]
+    fn num_cols(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with_held(py, |held| held.step.max_blocks)
+    }
+
+    #[getter]
+    fn num_copies(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with_held(py, |held| held.step.num_copies)
+    }
+
+    #[getter]
+    fn num_changes(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with_held(py, |held| held.step.num_changes)
     }
 
     #[pyo3(
@@ -166,23 +249,23 @@ impl PyStepBuffers {
             pad_seqs: pad_seqs.size("pad_seqs")?,
             pad_tokens: pad_tokens.size("pad_tokens")?,
         };
+        let Buffers { manager, layout, memory, .. } = self.buffers()?;
         // Before any lock: in a forked child both may be held for ever.
-        self.manager.get().check_process()?;
-        let mut held = self.held.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
-        let Held { rows, step, is_padded } = &mut *held;
-        let mut block_tables = writable("block_tables", self.block_tables.bind(py))?;
-        let mut packed = writable("packed", self.packed.bind(py))?;
-        if packed.len() != self.layout.num_words() || block_tables.shape() != [rows.len(), self.max_blocks] {
-            return Err(PyValueError::new_err("the step's arrays were resized since it was made"));
-        }
-        let (slot_mapping, rest) = packed.as_slice_mut()?.split_at_mut(self.layout.max_tokens);
+        manager.get().check_process()?;
+        let mut ring = self.buffers()?.lock(py);
+        let Ring { current, held } = &mut *ring;
+        // A step of its own goes into the arrays that have not been written for longest.
+        let at = if append { *current } else { (*current + 1) % held.len() };
+        let Held { rows, step, pad_seqs, pad_tokens } = &mut held[at];
+        let mut memory = writable(memory[at].bind(py), layout.num_words())?;
+        let (slot_mapping, rest) = memory.as_slice_mut()?.split_at_mut(layout.max_tokens);
         let rest: &mut [i32] = bytemuck::cast_slice_mut(rest);
-        let overlap = |_| PyValueError::new_err("packed has the wrong length");
-        let [positions, seq_lens, query_start_loc, copies, changes] =
-            rest.get_disjoint_mut(self.layout.int32_ranges()).map_err(overlap)?;
+        let overlap = |_| PyValueError::new_err("memory has the wrong length");
+        let [positions, seq_lens, query_start_loc, copies, changes, block_tables] =
+            rest.get_disjoint_mut(layout.int32_ranges()).map_err(overlap)?;
         let mut out = StepArrays {
-            block_tables: block_tables.as_slice_mut()?,
-            max_blocks: self.max_blocks,
+            block_tables,
+            max_blocks: layout.max_blocks,
             slot_mapping,
             positions,
             seq_lens,
@@ -191,18 +274,18 @@ impl PyStepBuffers {
             changes,
             rows,
         };
-        if append && *is_padded {
+        if append && *pad_seqs > step.num_seqs {
             return Err(PyValueError::new_err("append finds a padded step: pad it in its last call"));
         }
-        let mut manager = self.manager.get().lock(py)?;
+        let mut manager = manager.get().lock(py)?;
         let scheduled = match append {
             true => manager.append(&request, &mut out, step),
             false => manager.schedule(&request, &mut out),
         };
         let scheduled = scheduled.map_err(to_python)?;
         if scheduled.refusal.is_none() || request.policy == Policy::Fit {
-            *step = scheduled;
-            *is_padded = request.pad_seqs > scheduled.num_seqs;
+            (*step, *pad_seqs, *pad_tokens) = (scheduled, request.pad_seqs, request.pad_tokens);
+            *current = at;
         }
         Ok(PyScheduled(scheduled))
     }
