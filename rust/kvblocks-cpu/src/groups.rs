@@ -10,7 +10,7 @@ use crate::simd::{Simd, MAX_LANES};
 /// Scales and zeros of groups, and how their codes are packed: the first in the lowest bits.
 #[derive(Debug, Clone, Copy)]
 pub struct Groups<'a> {
-    /// Elements of a group, a multiple of 16; or tokens of a group.
+    /// Elements of a group, a multiple of 32; or tokens of a group.
     pub size: usize,
     /// Bits of a code: 2 or 4.
     pub bits: usize,
@@ -20,9 +20,9 @@ pub struct Groups<'a> {
     pub zero: &'a [f16],
 }
 
-/// Whether neighbouring elements of a row can be a group: whole vectors of every instruction set.
+/// Whether neighbouring elements of a row can be a group: two vectors of every instruction set, or more such pairs.
 pub(crate) fn is_group_of_elements(size: usize) -> bool {
-    size > 0 && size.is_multiple_of(MAX_LANES)
+    size > 0 && size.is_multiple_of(2 * MAX_LANES)
 }
 
 impl Groups<'_> {

@@ -8,6 +8,7 @@
 //! gives the same bits. A key that a query may not see has no influence on it, whatever its slot holds.
 
 mod checks;
+mod grouped;
 mod narrow;
 mod plan;
 mod products;

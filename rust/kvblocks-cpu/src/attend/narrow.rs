@@ -4,9 +4,9 @@
 //! computed, the next one is asked for.
 //! Invariant: only visible keys are read.
 
+use super::grouped;
 use super::products::{are_bf16, num_steps, Logits, Order, Rows, Sums};
 use super::tile::{Ahead, Tile, TILE};
-use super::wide::Widen;
 use super::{soft_cap, Call, Partials, State, Unit};
 use crate::code::with_elements;
 use crate::math::exp;
@@ -20,8 +20,8 @@ pub(super) struct Scratch {
     row: Vec<f32>,
     /// `[num_q_heads, head_dim padded to lanes]`, as `Order` has them.
     q: Vec<f32>,
-    /// `[TILE, head_dim or head_dim_v]`: K or V of a head, where they have groups.
-    rows: Vec<f32>,
+    /// Of K and V, where they have groups.
+    scales: [grouped::Scales; 2],
     /// `[num_q_heads, TILE]`: logits, then weights.
     weights: Vec<f32>,
     /// `[2, num_heads, TILE]`: what K and V of a token are multiplied with.
@@ -33,8 +33,9 @@ pub(super) struct Scratch {
 impl Default for Scratch {
     fn default() -> Self {
         let tiles = [Tile::EMPTY, Tile::EMPTY];
-        let [row, rows, q, weights, factors] = [const { Vec::new() }; 5];
-        Self { row, rows, q, weights, factors, tiles, ahead: Ahead::default() }
+        let [row, q, weights, factors] = [const { Vec::new() }; 4];
+        let scales = [grouped::Scales::EMPTY; 2];
+        Self { row, scales, q, weights, factors, tiles, ahead: Ahead::default() }
     }
 }
 
@@ -51,13 +52,10 @@ pub(super) fn run<S: Simd>(
     let q_heads = unit.heads.start * group..unit.heads.end * group;
     let source = call.source(unit);
     let (k_order, v_order) = (order::<S>(source.k), order::<S>(source.v));
-    let Scratch { row, rows, q, weights, factors, tiles: [now, next], ahead } = scratch;
+    let Scratch { row, scales: [k_scales, v_scales], q, weights, factors, tiles: [now, next], ahead } =
+        scratch;
     row.resize(head_dim.max(head_dim_v), 0.0);
-    rows.resize(
-        if source.k.scaling.is_factor() && source.v.scaling.is_factor() { 0 } else { TILE * row.len() },
-        0.0,
-    );
-    let q_stride = head_dim.next_multiple_of(S::LANES);
+    let q_stride = head_dim.next_multiple_of(2 * S::LANES);
     q.clear();
     q.resize(q_heads.len() * q_stride, 0.0);
     // The queries, then, if they are bf16 numbers all of them, once more in pairs.
@@ -106,7 +104,6 @@ pub(super) fn run<S: Simd>(
             }
         }
 
-        let by_head = |heads: usize| heads * group * TILE;
         if source.k.scaling.is_factor() {
             with_elements!(Elements, source.k.data, data => simd.vectorize(Logits {
                 q,
@@ -120,25 +117,11 @@ pub(super) fn run<S: Simd>(
                 ahead,
             }));
         } else {
-            for (index, head) in unit.heads.clone().enumerate() {
-                simd.vectorize(Widen {
-                    cache: source.k,
-                    tokens: &now.k[..now.len],
-                    slots: &now.slots,
-                    head,
-                    rows,
-                });
-                simd.vectorize(Logits {
-                    q: &q[index * group * q_stride..][..group * q_stride],
-                    q_stride,
-                    in_pairs: false,
-                    exact: false,
-                    rows: Rows::dense(rows, head_dim, group),
-                    tokens: &dense_tokens(head_dim),
-                    len: now.len,
-                    logits: &mut weights[by_head(index)..by_head(index + 1)],
-                    ahead,
-                });
+            load_scales(simd, source.k, now, unit, k_scales);
+            if let Some(rows) =
+                grouped::Rows::new(source.k, k_scales, unit.heads.clone(), group, (&now.k, &next.k), now.len)
+            {
+                simd.vectorize(grouped::Logits { rows, q, q_stride, logits: weights });
             }
         }
         let distance = unit.position - first;
@@ -166,23 +149,11 @@ pub(super) fn run<S: Simd>(
                 ahead,
             }));
         } else {
-            for (index, head) in unit.heads.clone().enumerate() {
-                simd.vectorize(Widen {
-                    cache: source.v,
-                    tokens: &now.v[..now.len],
-                    slots: &now.slots,
-                    head,
-                    rows,
-                });
-                simd.vectorize(Sums {
-                    weights: &weights[by_head(index)..by_head(index + 1)],
-                    in_pairs: false,
-                    rows: Rows::dense(rows, head_dim_v, group),
-                    tokens: &dense_tokens(head_dim_v),
-                    len: now.len,
-                    sums: &mut sums[index * group * head_dim_v..][..group * head_dim_v],
-                    ahead,
-                });
+            load_scales(simd, source.v, now, unit, v_scales);
+            if let Some(rows) =
+                grouped::Rows::new(source.v, v_scales, unit.heads.clone(), group, (&now.v, &next.v), now.len)
+            {
+                simd.vectorize(grouped::Sums { rows, weights, sums });
             }
         }
         first += now.len;
@@ -210,9 +181,11 @@ fn order<S: Simd>(cache: &Cache<'_>) -> Order {
     with_elements!(Elements, cache.data, data => Order::of::<S, _>(data, cache.dim()))
 }
 
-/// Where the rows of `Widen` start.
-fn dense_tokens(dim: usize) -> [usize; TILE] {
-    std::array::from_fn(|token| token * dim)
+/// The scales of a tile of a cache with groups.
+#[inline(always)]
+fn load_scales<S: Simd>(simd: S, cache: &Cache<'_>, tile: &Tile, unit: &Unit, scales: &mut grouped::Scales) {
+    let heads = unit.heads.clone();
+    simd.vectorize(grouped::Load { cache, slots: &tile.slots, len: tile.len, heads, scales });
 }
 
 /// Turn the q.k of a tile into weights against the new maximum, and rescale what was summed before.

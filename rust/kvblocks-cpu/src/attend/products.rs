@@ -152,11 +152,6 @@ impl<T: Code> Rows<T> {
         }
     }
 
-    /// The rows of one head that were put one after the other.
-    pub(super) fn dense(data: &[T], dim: usize, group: usize) -> Self {
-        Self { data: data.as_ptr(), dim, head_stride: 0, num_heads: 1, group, heads_together: false }
-    }
-
     /// # Safety
     /// The head is one of these and the token one of the tile.
     #[inline(always)]

@@ -210,14 +210,14 @@ fn are_finite(values: &[f32]) -> bool {
 }
 
 /// The values of the rows of one head.
-pub(super) struct Widen<'a> {
-    pub cache: &'a Cache<'a>,
+struct Widen<'a> {
+    cache: &'a Cache<'a>,
     /// Where the rows of head 0 start, and where their scales are; as in `Tile`.
-    pub tokens: &'a [usize],
-    pub slots: &'a [usize],
-    pub head: usize,
+    tokens: &'a [usize],
+    slots: &'a [usize],
+    head: usize,
     /// `[tokens, dim]` or more.
-    pub rows: &'a mut [f32],
+    rows: &'a mut [f32],
 }
 
 impl Task for Widen<'_> {

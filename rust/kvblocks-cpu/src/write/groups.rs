@@ -22,7 +22,7 @@ const LARGEST_HALF: f32 = 65504.0;
 /// Scales and zeros of groups, to be written with the codes; see `Groups`.
 #[derive(Debug)]
 pub struct GroupsMut<'a> {
-    /// Elements of a group, a multiple of 16; or tokens of a group.
+    /// Elements of a group, a multiple of 32; or tokens of a group.
     pub size: usize,
     /// Bits of a code: 2 or 4.
     pub bits: usize,

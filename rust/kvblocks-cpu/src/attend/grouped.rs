@@ -1,0 +1,536 @@
+//! The two products of one query with rows of packed codes: q.k, and weights times values. Imports `tile`, `code`, `groups`,
+//! `paged`, `scaling` and `simd`.
+//!
+//! Codes become their values in registers, a chunk of two vectors at a time and once for up to four query heads; where
+//! neighbouring elements share a scale, a look-up in a table of its few values does it.
+//! Invariant: only rows of the tile are read, and of scales those of its tokens.
+
+use std::ops::Range;
+
+use super::tile::TILE;
+use crate::code::{convert, Code, Elements};
+use crate::groups::{load_codes_part, Groups};
+use crate::paged::Cache;
+use crate::scaling::Scaling;
+use crate::simd::{Simd, Task, MAX_LANES};
+
+/// Scales and zeros of a tile as f32.
+pub(super) struct Scales {
+    /// By `place`, head and group, or by `place`, head and element where groups are of tokens.
+    scale: Vec<f32>,
+    zero: Vec<f32>,
+    /// Where those of a key begin.
+    place: [usize; TILE],
+    /// From a head to the next.
+    head_stride: usize,
+}
+
+impl Scales {
+    pub(super) const EMPTY: Self =
+        Self { scale: Vec::new(), zero: Vec::new(), place: [0; TILE], head_stride: 0 };
+}
+
+/// Put the scales of some heads of a tile into `scales`.
+pub(super) struct Load<'a> {
+    pub cache: &'a Cache<'a>,
+    /// Where the scales of the tokens are.
+    pub slots: &'a [usize; TILE],
+    pub len: usize,
+    pub heads: Range<usize>,
+    pub scales: &'a mut Scales,
+}
+
+impl Task for Load<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let (dim, num_heads) = (self.cache.dim(), self.cache.paged.num_heads);
+        let Scales { scale, zero, place, head_stride } = self.scales;
+        // What fills up the last of fours has a place too.
+        let tokens = self.len.next_multiple_of(4);
+        match self.cache.scaling {
+            Scaling::Group(groups) => {
+                let num_groups = dim.div_ceil(groups.size);
+                *head_stride = num_groups;
+                let len = self.heads.len() * num_groups;
+                for (to, from) in [(scale, groups.scale), (zero, groups.zero)] {
+                    to.resize(TILE * len, 0.0);
+                    for (token, to) in to.chunks_exact_mut(len).take(tokens).enumerate() {
+                        let first = (self.slots[token] * num_heads + self.heads.start) * num_groups;
+                        // SAFETY: both are slices of len elements.
+                        unsafe { convert(simd, from[first..][..len].as_ptr(), to.as_mut_ptr(), len) };
+                    }
+                }
+                place.iter_mut().enumerate().for_each(|(token, place)| *place = token * len);
+            }
+            Scaling::TokenGroup(groups) => {
+                *head_stride = dim.next_multiple_of(2 * S::LANES);
+                let len = self.heads.len() * *head_stride;
+                let (mut num_groups, mut last) = (0, usize::MAX);
+                for (&slot, place) in self.slots[..tokens].iter().zip(&mut *place) {
+                    let group = slot / groups.size;
+                    if group != last {
+                        (last, num_groups) = (group, num_groups + 1);
+                        for (to, from) in [(&mut *scale, groups.scale), (&mut *zero, groups.zero)] {
+                            // Elements beyond a row are worth nothing.
+                            to.resize((num_groups * len).max(to.len()), 0.0);
+                            let to = &mut to[(num_groups - 1) * len..][..len];
+                            for (to, head) in to.chunks_exact_mut(*head_stride).zip(self.heads.clone()) {
+                                let from = &from[(group * num_heads + head) * dim..][..dim];
+                                to[dim..].fill(0.0);
+                                // SAFETY: both have dim elements.
+                                unsafe { convert(simd, from.as_ptr(), to.as_mut_ptr(), dim) };
+                            }
+                        }
+                    }
+                    *place = (num_groups - 1) * len;
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The packed rows of some heads of a tile.
+pub(super) struct Rows<'a> {
+    /// From the rows of the first head on, which tokens are offsets to.
+    data: &'a [u8],
+    head_stride: usize,
+    num_heads: usize,
+    /// Whether the heads of a token lie side by side.
+    heads_together: bool,
+    /// Query heads that share a head.
+    group: usize,
+    /// Elements of a row.
+    dim: usize,
+    bits: usize,
+    /// Elements that share a scale, or all of a row; and how many such groups it has.
+    size: usize,
+    num_groups: usize,
+    of_tokens: bool,
+    scales: &'a Scales,
+    /// Where the rows of a tile start, and those of the next one.
+    tokens: &'a [usize; TILE],
+    next: &'a [usize; TILE],
+    len: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// The rows of some heads; None where the cache has no groups.
+    pub(super) fn new(
+        cache: &Cache<'a>,
+        scales: &'a Scales,
+        heads: Range<usize>,
+        group: usize,
+        (tokens, next): (&'a [usize; TILE], &'a [usize; TILE]),
+        len: usize,
+    ) -> Option<Self> {
+        let dim = cache.dim();
+        let (Groups { bits, .. }, size, of_tokens) = match cache.scaling {
+            Scaling::Group(groups) => (groups, groups.size, false),
+            Scaling::TokenGroup(groups) => (groups, dim, true),
+            _ => return None,
+        };
+        let Elements::Packed(data) = cache.data else { return None };
+        let paged = &cache.paged;
+        Some(Self {
+            data: &data[heads.start * paged.head_stride..],
+            head_stride: paged.head_stride,
+            num_heads: heads.len(),
+            heads_together: paged.head_stride <= paged.token_stride,
+            group,
+            dim,
+            bits,
+            size,
+            num_groups: dim.div_ceil(size),
+            of_tokens,
+            scales,
+            tokens,
+            next,
+            len,
+        })
+    }
+
+    /// Where the row of a key begins.
+    ///
+    /// # Safety
+    /// The head is one of these, and the key below TILE.
+    #[inline(always)]
+    unsafe fn at(&self, head: usize, key: usize) -> *const u8 {
+        // SAFETY: the caller's.
+        let token = unsafe { *self.tokens.get_unchecked(key) };
+        self.data.as_ptr().wrapping_add(head * self.head_stride + token)
+    }
+
+    /// Ask for the rows of a head in the places of some keys in the next tile.
+    #[inline(always)]
+    fn ask<S: Simd>(&self, simd: S, head: usize, keys: Range<usize>) {
+        let head = self.data.as_ptr().wrapping_add(head * self.head_stride);
+        for next in &self.next[keys] {
+            for line in (0..self.dim * self.bits / 8).step_by(64) {
+                simd.prefetch(head.wrapping_add(next + line));
+            }
+        }
+    }
+
+    /// The values of a chunk of a row.
+    ///
+    /// # Safety
+    /// The row is that of the head and the key, which is one of the tile, and has the chunk.
+    #[inline(always)]
+    unsafe fn values<S: Simd, const BITS: usize, const OF_TOKENS: bool>(
+        &self,
+        simd: S,
+        row: *const u8,
+        (head, key): (usize, usize),
+        chunk: Chunk,
+    ) -> [S::F; 2] {
+        // SAFETY: the caller's; `Load` has filled the scales of all heads and keys.
+        unsafe {
+            let [low, high] = load_codes::<S, BITS>(simd, row.add(chunk.start * BITS / 8), chunk.len);
+            let first = self.scales.place.get_unchecked(key) + head * self.scales.head_stride;
+            let (scale, zero) = (self.scales.scale.as_ptr().add(first), self.scales.zero.as_ptr().add(first));
+            if OF_TOKENS {
+                let table = simd.table::<BITS>(1.0, 0.0);
+                let (scale, zero) = (scale.add(chunk.start), zero.add(chunk.start));
+                let (low, high) = (simd.look_up::<BITS>(table, low), simd.look_up::<BITS>(table, high));
+                [
+                    simd.mul_add(low, simd.load(scale), simd.load(zero)),
+                    simd.mul_add(high, simd.load(scale.add(S::LANES)), simd.load(zero.add(S::LANES))),
+                ]
+            } else {
+                let table = simd.table::<BITS>(*scale.add(chunk.group), *zero.add(chunk.group));
+                [simd.look_up::<BITS>(table, low), simd.look_up::<BITS>(table, high)]
+            }
+        }
+    }
+}
+
+/// Two vectors of a row, or what is left of it.
+#[derive(Clone, Copy)]
+struct Chunk {
+    start: usize,
+    len: usize,
+    /// The group that it is in.
+    group: usize,
+}
+
+/// Call `$step` with every chunk of a row; whole ones have a constant length.
+macro_rules! for_chunks {
+    ($rows:expr, $chunk:ident => $step:expr) => {
+        for group in 0..$rows.num_groups {
+            let end = $rows.dim.min((group + 1) * $rows.size);
+            for start in (group * $rows.size..end).step_by(2 * S::LANES) {
+                if end - start >= 2 * S::LANES {
+                    let $chunk = Chunk { start, len: 2 * S::LANES, group };
+                    $step
+                } else {
+                    let $chunk = Chunk { start, len: end - start, group };
+                    $step
+                }
+            }
+        }
+    };
+}
+
+/// `len` codes, at most two vectors of them, and 0 in the other lanes.
+///
+/// # Safety
+/// `len` codes are readable.
+#[inline(always)]
+unsafe fn load_codes<S: Simd, const BITS: usize>(simd: S, from: *const u8, len: usize) -> [S::I; 2] {
+    // SAFETY: the caller's.
+    unsafe {
+        let high = from.wrapping_add(S::LANES * BITS / 8);
+        if len == 2 * S::LANES {
+            [simd.load_codes::<BITS>(from), simd.load_codes::<BITS>(high)]
+        } else if len >= S::LANES {
+            [simd.load_codes::<BITS>(from), load_codes_part::<S, BITS>(simd, high, len - S::LANES)]
+        } else {
+            [load_codes_part::<S, BITS>(simd, from, len), simd.splat_bits(0)]
+        }
+    }
+}
+
+/// A product that goes over the rows, some heads of the query at a time.
+trait Product {
+    fn rows(&self) -> &Rows<'_>;
+
+    /// Query heads at a time, at most.
+    fn most_heads<S: Simd>() -> usize;
+
+    /// Tokens at a time where the heads of a token lie side by side.
+    const TOKENS: usize;
+
+    /// The query heads from `head` on, which share `kv_head`, and some keys.
+    fn pass<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
+        &mut self,
+        simd: S,
+        kv_head: usize,
+        head: usize,
+        keys: Range<usize>,
+    );
+}
+
+#[inline(always)]
+fn run<S: Simd, P: Product>(simd: S, product: &mut P) {
+    match (product.rows().bits, product.rows().of_tokens) {
+        (4, false) => all_heads::<S, P, 4, false>(simd, product),
+        (4, true) => all_heads::<S, P, 4, true>(simd, product),
+        (_, false) => all_heads::<S, P, 2, false>(simd, product),
+        (_, true) => all_heads::<S, P, 2, true>(simd, product),
+    }
+}
+
+/// Go over the rows in the order in which they lie in memory.
+#[inline(always)]
+fn all_heads<S: Simd, P: Product, const BITS: usize, const OF_TOKENS: bool>(simd: S, product: &mut P) {
+    let Rows { len, num_heads, group, heads_together, .. } = *product.rows();
+    let together = if heads_together { P::TOKENS } else { len };
+    for first in (0..len).step_by(together) {
+        let keys = first..len.min(first + together);
+        for kv_head in 0..num_heads {
+            let (mut head, last) = (kv_head * group, (kv_head + 1) * group);
+            while P::most_heads::<S>() >= 4 && last - head >= 4 {
+                product.pass::<S, BITS, OF_TOKENS, 4>(simd, kv_head, head, keys.clone());
+                head += 4;
+            }
+            while last - head >= 2 {
+                product.pass::<S, BITS, OF_TOKENS, 2>(simd, kv_head, head, keys.clone());
+                head += 2;
+            }
+            if head < last {
+                product.pass::<S, BITS, OF_TOKENS, 1>(simd, kv_head, head, keys.clone());
+            }
+        }
+    }
+}
+
+/// q.k of some heads and the keys of a tile.
+pub(super) struct Logits<'a> {
+    pub rows: Rows<'a>,
+    /// `[num_q_heads, q_stride]`, each 0 from its end up to whole chunks.
+    pub q: &'a [f32],
+    pub q_stride: usize,
+    /// `[num_q_heads, TILE]`.
+    pub logits: &'a mut [f32],
+}
+
+impl Task for Logits<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, simd: S) {
+        assert!(self.q_stride >= self.rows.dim.next_multiple_of(2 * S::LANES));
+        run(simd, &mut self);
+    }
+}
+
+impl Product for Logits<'_> {
+    fn rows(&self) -> &Rows<'_> {
+        &self.rows
+    }
+
+    fn most_heads<S: Simd>() -> usize {
+        // Four heads times four keys need more registers than narrow sets have.
+        if S::LANES == MAX_LANES {
+            4
+        } else {
+            2
+        }
+    }
+
+    const TOKENS: usize = 4;
+
+    #[inline(always)]
+    fn pass<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
+        &mut self,
+        simd: S,
+        kv_head: usize,
+        head: usize,
+        keys: Range<usize>,
+    ) {
+        let q = &self.q[head * self.q_stride..][..HEADS * self.q_stride];
+        self.rows.ask(simd, kv_head, keys.clone());
+        // In fours; where the last ones are no keys of the tile, nobody looks at their logits.
+        for first in keys.step_by(4) {
+            let mut products = [[simd.splat(0.0); 4]; HEADS];
+            // SAFETY: the rows of four keys of a tile have all chunks, and so have the queries.
+            unsafe {
+                let rows = [
+                    self.rows.at(kv_head, first),
+                    self.rows.at(kv_head, first + 1),
+                    self.rows.at(kv_head, first + 2),
+                    self.rows.at(kv_head, first + 3),
+                ];
+                for_chunks!(self.rows, chunk => {
+                    let keys = (kv_head, first);
+                    self.multiply::<S, BITS, OF_TOKENS, HEADS>(simd, rows, keys, chunk, q, &mut products);
+                });
+            }
+            for (index, products) in products.into_iter().enumerate() {
+                self.logits[(head + index) * TILE + first..][..4].copy_from_slice(&simd.sum_4(products));
+            }
+        }
+    }
+}
+
+impl Logits<'_> {
+    /// # Safety
+    /// The rows are those of four keys of the tile and have the chunk, and so has q.
+    #[inline(always)]
+    unsafe fn multiply<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
+        &self,
+        simd: S,
+        rows: [*const u8; 4],
+        (head, first): (usize, usize),
+        chunk: Chunk,
+        q: &[f32],
+        products: &mut [[S::F; 4]; HEADS],
+    ) {
+        // SAFETY: the caller's.
+        unsafe {
+            let [a, b, c, d] = [
+                self.rows.values::<S, BITS, OF_TOKENS>(simd, rows[0], (head, first), chunk),
+                self.rows.values::<S, BITS, OF_TOKENS>(simd, rows[1], (head, first + 1), chunk),
+                self.rows.values::<S, BITS, OF_TOKENS>(simd, rows[2], (head, first + 2), chunk),
+                self.rows.values::<S, BITS, OF_TOKENS>(simd, rows[3], (head, first + 3), chunk),
+            ];
+            let halves = [[a[0], b[0], c[0], d[0]], [a[1], b[1], c[1], d[1]]];
+            for (half, k) in halves.into_iter().enumerate() {
+                let q = q.as_ptr().add(chunk.start + half * S::LANES);
+                for (index, products) in products.iter_mut().enumerate() {
+                    let q = simd.load(q.add(index * self.q_stride));
+                    for key in 0..4 {
+                        products[key] = simd.mul_add(q, k[key], products[key]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Add the weighted values of a tile to the sums of some heads.
+pub(super) struct Sums<'a> {
+    pub rows: Rows<'a>,
+    /// `[num_q_heads, TILE]`.
+    pub weights: &'a [f32],
+    /// `[num_q_heads, head_dim_v]`.
+    pub sums: &'a mut [f32],
+}
+
+impl Task for Sums<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, simd: S) {
+        run(simd, &mut self);
+    }
+}
+
+impl Product for Sums<'_> {
+    fn rows(&self) -> &Rows<'_> {
+        &self.rows
+    }
+
+    fn most_heads<S: Simd>() -> usize {
+        4
+    }
+
+    const TOKENS: usize = 8;
+
+    #[inline(always)]
+    fn pass<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
+        &mut self,
+        simd: S,
+        kv_head: usize,
+        head: usize,
+        keys: Range<usize>,
+    ) {
+        self.rows.ask(simd, kv_head, keys.clone());
+        for_chunks!(self.rows, chunk => {
+            // SAFETY: the rows of the tile and those of the sums have all chunks.
+            unsafe { self.add::<S, BITS, OF_TOKENS, HEADS>(simd, kv_head, head, keys.clone(), chunk) };
+        });
+    }
+}
+
+impl Sums<'_> {
+    /// # Safety
+    /// The keys are some of the tile, and rows and sums have the chunk.
+    #[inline(always)]
+    unsafe fn add<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
+        &mut self,
+        simd: S,
+        kv_head: usize,
+        head: usize,
+        keys: Range<usize>,
+        chunk: Chunk,
+    ) {
+        let dim = self.rows.dim;
+        let weights = &self.weights[head * TILE..][..HEADS * TILE];
+        let all = &mut self.sums[head * dim..][..HEADS * dim];
+        // SAFETY: the caller's; a tile has TILE keys.
+        unsafe {
+            let all = all.as_mut_ptr().add(chunk.start);
+            let mut sums = [[simd.splat(0.0); 2]; HEADS];
+            for (index, sums) in sums.iter_mut().enumerate() {
+                *sums = load_floats(simd, all.add(index * dim), chunk.len);
+            }
+            for key in keys {
+                let row = self.rows.at(kv_head, key);
+                let values = self.rows.values::<S, BITS, OF_TOKENS>(simd, row, (kv_head, key), chunk);
+                for (index, sums) in sums.iter_mut().enumerate() {
+                    let weight = simd.splat(*weights.get_unchecked(index * TILE + key));
+                    for (sum, value) in sums.iter_mut().zip(values) {
+                        *sum = simd.mul_add(weight, value, *sum);
+                    }
+                }
+            }
+            for (index, sums) in sums.into_iter().enumerate() {
+                store_floats(simd, all.add(index * dim), chunk.len, sums);
+            }
+        }
+    }
+}
+
+/// `len` floats, at most two vectors of them, and 0 in the other lanes.
+///
+/// # Safety
+/// They are readable.
+#[inline(always)]
+unsafe fn load_floats<S: Simd>(simd: S, from: *const f32, len: usize) -> [S::F; 2] {
+    // SAFETY: the caller's.
+    unsafe {
+        let high = from.wrapping_add(S::LANES);
+        if len == 2 * S::LANES {
+            [simd.load(from), simd.load(high)]
+        } else if len >= S::LANES {
+            [simd.load(from), f32::load_part(simd, high, len - S::LANES)]
+        } else {
+            [f32::load_part(simd, from, len), simd.splat(0.0)]
+        }
+    }
+}
+
+/// The first `len` of two vectors.
+///
+/// # Safety
+/// They are writable.
+#[inline(always)]
+unsafe fn store_floats<S: Simd>(simd: S, to: *mut f32, len: usize, [low, high]: [S::F; 2]) {
+    // SAFETY: the caller's.
+    unsafe {
+        let rest = to.wrapping_add(S::LANES);
+        if len == 2 * S::LANES {
+            simd.store(to, low);
+            simd.store(rest, high);
+        } else if len >= S::LANES {
+            simd.store(to, low);
+            f32::store_part(simd, rest, len - S::LANES, high);
+        } else {
+            f32::store_part(simd, to, len, low);
+        }
+    }
+}
