@@ -7,7 +7,9 @@
 
 use std::ops::Range;
 
-use super::tile::TILE;
+use half::f16;
+
+use super::tile::{Tile, TILE};
 use crate::code::{convert, Code, Elements};
 use crate::groups::{load_codes_part, Groups};
 use crate::paged::Cache;
@@ -30,12 +32,11 @@ impl Scales {
         Self { scale: Vec::new(), zero: Vec::new(), place: [0; TILE], head_stride: 0 };
 }
 
-/// Put the scales of some heads of a tile into `scales`.
+/// Put the scales of some heads of a tile into `scales`, and ask for those of the next one.
 pub(super) struct Load<'a> {
     pub cache: &'a Cache<'a>,
-    /// Where the scales of the tokens are.
-    pub slots: &'a [usize; TILE],
-    pub len: usize,
+    pub tile: &'a Tile,
+    pub next: &'a Tile,
     pub heads: Range<usize>,
     pub scales: &'a mut Scales,
 }
@@ -48,18 +49,21 @@ impl Task for Load<'_> {
         let (dim, num_heads) = (self.cache.dim(), self.cache.paged.num_heads);
         let Scales { scale, zero, place, head_stride } = self.scales;
         // What fills up the last of fours has a place too.
-        let tokens = self.len.next_multiple_of(4);
+        let slots = &self.tile.slots[..self.tile.len.next_multiple_of(4)];
+        let next = &self.next.slots[..self.next.len];
         match self.cache.scaling {
             Scaling::Group(groups) => {
                 let num_groups = dim.div_ceil(groups.size);
                 *head_stride = num_groups;
                 let len = self.heads.len() * num_groups;
+                let first = |slot: usize| (slot * num_heads + self.heads.start) * num_groups;
                 for (to, from) in [(scale, groups.scale), (zero, groups.zero)] {
                     to.resize(TILE * len, 0.0);
-                    for (token, to) in to.chunks_exact_mut(len).take(tokens).enumerate() {
-                        let first = (self.slots[token] * num_heads + self.heads.start) * num_groups;
+                    next.iter().for_each(|&slot| ask(simd, &from[first(slot)..][..len]));
+                    for (to, &slot) in to.chunks_exact_mut(len).zip(slots) {
+                        let from = &from[first(slot)..][..len];
                         // SAFETY: both are slices of len elements.
-                        unsafe { convert(simd, from[first..][..len].as_ptr(), to.as_mut_ptr(), len) };
+                        unsafe { convert(simd, from.as_ptr(), to.as_mut_ptr(), len) };
                     }
                 }
                 place.iter_mut().enumerate().for_each(|(token, place)| *place = token * len);
@@ -68,7 +72,12 @@ impl Task for Load<'_> {
                 *head_stride = dim.next_multiple_of(2 * S::LANES);
                 let len = self.heads.len() * *head_stride;
                 let (mut num_groups, mut last) = (0, usize::MAX);
-                for (&slot, place) in self.slots[..tokens].iter().zip(&mut *place) {
+                for &slot in next.iter().filter(|&slot| slot.is_multiple_of(groups.size)) {
+                    let first = (slot / groups.size * num_heads + self.heads.start) * dim;
+                    ask(simd, &groups.scale[first..][..self.heads.len() * dim]);
+                    ask(simd, &groups.zero[first..][..self.heads.len() * dim]);
+                }
+                for (&slot, place) in slots.iter().zip(&mut *place) {
                     let group = slot / groups.size;
                     if group != last {
                         (last, num_groups) = (group, num_groups + 1);
@@ -91,6 +100,16 @@ impl Task for Load<'_> {
         }
     }
 }
+
+/// Ask for the cache lines of scales.
+#[inline(always)]
+fn ask<S: Simd>(simd: S, scales: &[f16]) {
+    for line in scales.chunks(LINE_BYTES / size_of::<f16>()) {
+        simd.prefetch(line.as_ptr().cast());
+    }
+}
+
+const LINE_BYTES: usize = 64;
 
 /// The packed rows of some heads of a tile.
 pub(super) struct Rows<'a> {
@@ -168,7 +187,7 @@ impl<'a> Rows<'a> {
     fn ask<S: Simd>(&self, simd: S, head: usize, keys: Range<usize>) {
         let head = self.data.as_ptr().wrapping_add(head * self.head_stride);
         for next in &self.next[keys] {
-            for line in (0..self.dim * self.bits / 8).step_by(64) {
+            for line in (0..self.dim * self.bits / 8).step_by(LINE_BYTES) {
                 simd.prefetch(head.wrapping_add(next + line));
             }
         }
@@ -438,7 +457,8 @@ impl Product for Sums<'_> {
         4
     }
 
-    const TOKENS: usize = 8;
+    // All of a tile: its sums stay in registers.
+    const TOKENS: usize = TILE;
 
     #[inline(always)]
     fn pass<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(

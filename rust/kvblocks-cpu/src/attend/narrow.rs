@@ -117,7 +117,7 @@ pub(super) fn run<S: Simd>(
                 ahead,
             }));
         } else {
-            load_scales(simd, source.k, now, unit, k_scales);
+            load_scales(simd, source.k, (now, next), unit, k_scales);
             if let Some(rows) =
                 grouped::Rows::new(source.k, k_scales, unit.heads.clone(), group, (&now.k, &next.k), now.len)
             {
@@ -149,7 +149,7 @@ pub(super) fn run<S: Simd>(
                 ahead,
             }));
         } else {
-            load_scales(simd, source.v, now, unit, v_scales);
+            load_scales(simd, source.v, (now, next), unit, v_scales);
             if let Some(rows) =
                 grouped::Rows::new(source.v, v_scales, unit.heads.clone(), group, (&now.v, &next.v), now.len)
             {
@@ -183,9 +183,15 @@ fn order<S: Simd>(cache: &Cache<'_>) -> Order {
 
 /// The scales of a tile of a cache with groups.
 #[inline(always)]
-fn load_scales<S: Simd>(simd: S, cache: &Cache<'_>, tile: &Tile, unit: &Unit, scales: &mut grouped::Scales) {
+fn load_scales<S: Simd>(
+    simd: S,
+    cache: &Cache<'_>,
+    (tile, next): (&Tile, &Tile),
+    unit: &Unit,
+    scales: &mut grouped::Scales,
+) {
     let heads = unit.heads.clone();
-    simd.vectorize(grouped::Load { cache, slots: &tile.slots, len: tile.len, heads, scales });
+    simd.vectorize(grouped::Load { cache, tile, next, heads, scales });
 }
 
 /// Turn the q.k of a tile into weights against the new maximum, and rescale what was summed before.
