@@ -8,10 +8,6 @@
 // k_scale multiplies logits, never Q. A weight enters the second product as float16 times 2^12 and v_scale
 // over the largest v_scale of the warp's keys, as float16 would lose small weights; the sum of weights is not
 // rounded.
-//
-// Fragments are those of mma.m16n8k16 (PTX ISA). An 8-bit element has half the width that ldmatrix moves,
-// which permutes dims: for Q K^T the same permutation is applied to Q; for P V the two dims of a pair go to
-// two result tiles.
 
 #include "kvblocks/tiles.cuh"
 
@@ -39,29 +35,31 @@ struct Plan {
         tables + num_tables * static_cast<i32>(sizeof(KeyTable<keys_of_tile>)); // float [64], as the next two
     static constexpr i32 highests = q_factors + 64 * 4;
     static constexpr i32 totals = highests + 64 * 4;
-    static constexpr i32 q = totals + 64 * 4;
+    static constexpr i32 unsound = totals + 64 * 4; // u32 [4]: whether V of the tile is not finite
+    static constexpr i32 q = unsound + 16;
     static constexpr i32 stages = q + rows * q_stride;
     static constexpr i32 stage_bytes = keys_of_tile * (k_stride + v_stride);
-    static constexpr i32 sums = stages; // float [64, head_dim_v], once the stages are done with
-    static constexpr i32 sums_bytes = 64 * head_dim_v * 4;
+    static constexpr i32 sums = stages; // float [64, sums_stride], once the stages are done with
+    // Rows so far apart that the lanes of a warp that store at once are in different banks: 4 rows of 8
+    // floats, or 2 rows of 16.
+    static constexpr i32 sums_stride = head_dim_v + (bytes == 1 ? (head_dim_v + 16) % 32 : 8);
+    static constexpr i32 sums_bytes = 64 * sums_stride * 4;
     static constexpr i32 total_bytes =
         stages + (num_stages * stage_bytes > sums_bytes ? num_stages * stage_bytes : sums_bytes);
 };
 
-// The dim of column `column` of 8 of result tile `tile`.
-template <typename E>
-KVB_DEVICE i32 result_dim(i32 tile, i32 column) {
-    if constexpr (sizeof(typename E::Storage) == 1) {
-        return tile / 2 * 16 + column * 2 + tile % 2;
-    }
-    return tile * 8 + column;
-}
+// A lane's results of two neighbouring tiles for one row, which stand side by side in memory.
+struct alignas(8) Pair {
+    float value[2];
+};
+struct alignas(16) Quad {
+    float value[4];
+};
 
 template <typename E, i32 head_dim, i32 head_dim_v, i32 row_warps>
 struct MmaAttention {
     using P = Plan<E, head_dim, head_dim_v, row_warps>;
     static constexpr i32 keys_of_tile = P::keys_of_tile;
-    static constexpr bool is_8bit = P::bytes == 1;
     static constexpr i32 num_steps = head_dim / 16;
     static constexpr i32 num_result_tiles = head_dim_v / 8;
 
@@ -89,125 +87,10 @@ struct MmaAttention {
                                                                        stage_v(stage));
     }
 
-    static KVB_DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-        multiply_fragments<E>(c, a, b0, b1);
-    }
-
     KVB_DEVICE void load_q_step(u32 (&fragment)[4], i32 warp_row, i32 step) const {
         const i32 lane = thread_index() % 32;
         const i32 row = warp_row + (lane / 8 % 2) * 8 + lane % 8;
         load_matrix_x4(fragment, shared + P::q + row * P::q_stride + step * 32 + lane / 16 * 16);
-    }
-
-    // products[2 g], products[2 g + 1]: the rows times keys 16 g..16 g + 8 and 16 g + 8..16 g + 16 of the
-    // warp.
-    KVB_DEVICE void multiply_keys(float (&products)[2 * P::key_groups][4],
-                                  const u32 (&q_held)[P::holds_q ? num_steps : 1][4], i32 warp_row,
-                                  i32 warp_key, const u8* k) const {
-        const i32 lane = thread_index() % 32, matrix = lane / 8;
-        KVB_UNROLL
-        for (i32 t = 0; t < 2 * P::key_groups; ++t) {
-            products[t][0] = products[t][1] = products[t][2] = products[t][3] = 0.0f;
-        }
-        if constexpr (is_8bit) {
-            KVB_UNROLL
-            for (i32 step = 0; step < num_steps; step += 2) {
-                const bool has_second = step + 1 < num_steps;
-                u32 q[2][4];
-                KVB_UNROLL
-                for (i32 half = 0; half < 2; ++half) {
-                    if (half == 0 || has_second) {
-                        get_q(q[half], q_held, warp_row, step + half);
-                    }
-                }
-                KVB_UNROLL
-                for (i32 g = 0; g < P::key_groups; ++g) {
-                    // Matrices: keys 0..8 and 8..16 of 16 dims, then the same of the next 16 dims.
-                    const i32 key = warp_key + g * 16 + matrix % 2 * 8 + lane % 8;
-                    const i32 piece = step + (has_second ? matrix / 2 : 0);
-                    u32 fragment[4];
-                    load_matrix_x4(fragment, k + key * P::k_stride + piece * 16);
-                    KVB_UNROLL
-                    for (i32 m = 0; m < 4; ++m) {
-                        if (m < 2 || has_second) {
-                            multiply(products[2 * g + m % 2], q[m / 2], to_half(fragment[m]),
-                                     to_half(fragment[m] >> 16));
-                        }
-                    }
-                }
-            }
-        } else {
-            KVB_UNROLL
-            for (i32 step = 0; step < num_steps; ++step) {
-                u32 q[4];
-                get_q(q, q_held, warp_row, step);
-                KVB_UNROLL
-                for (i32 g = 0; g < P::key_groups; ++g) {
-                    // Matrices: dims 0..8 and 8..16 of keys 0..8, then of keys 8..16.
-                    const i32 key = warp_key + g * 16 + matrix / 2 * 8 + lane % 8;
-                    u32 fragment[4];
-                    load_matrix_x4(fragment, k + key * P::k_stride + step * 32 + matrix % 2 * 16);
-                    multiply(products[2 * g], q, fragment[0], fragment[1]);
-                    multiply(products[2 * g + 1], q, fragment[2], fragment[3]);
-                }
-            }
-        }
-    }
-
-    KVB_DEVICE void get_q(u32 (&q)[4], const u32 (&q_held)[P::holds_q ? num_steps : 1][4], i32 warp_row,
-                          i32 step) const {
-        if constexpr (P::holds_q) {
-            KVB_UNROLL
-            for (i32 i = 0; i < 4; ++i) {
-                q[i] = q_held[step][i];
-            }
-        } else {
-            load_q_step(q, warp_row, step);
-        }
-    }
-
-    static KVB_DEVICE half2 to_half(u32 pair) {
-        if constexpr (is_8bit) {
-            return E::pair_to_f16x2(static_cast<u16>(pair));
-        }
-        return pair;
-    }
-
-    // results += weights V for 16 keys of the warp.
-    KVB_DEVICE void multiply_values(float (&results)[num_result_tiles][4], const u32 (&weights)[4],
-                                    i32 first_key, const u8* v) const {
-        const i32 lane = thread_index() % 32, matrix = lane / 8;
-        const u8* row = v + (first_key + matrix % 2 * 8 + lane % 8) * P::v_stride;
-        if constexpr (is_8bit) {
-            constexpr i32 num_pieces = head_dim_v / 16;
-            KVB_UNROLL
-            for (i32 piece = 0; piece < num_pieces; piece += 2) {
-                const bool has_second = piece + 1 < num_pieces;
-                // Matrices: keys 0..8 and 8..16 of 16 dims, then the same of the next 16 dims.
-                u32 fragment[4];
-                load_matrix_x4_transposed(fragment, row + (piece + (has_second ? matrix / 2 : 0)) * 16);
-                KVB_UNROLL
-                for (i32 second = 0; second < 2; ++second) {
-                    if (second == 0 || has_second) {
-                        // A word holds two dims of a key, then of the next key: pair the keys of a dim.
-                        const u32 low = permute_bytes(fragment[2 * second], 0, 0x3120);
-                        const u32 high = permute_bytes(fragment[2 * second + 1], 0, 0x3120);
-                        const i32 t = 2 * (piece + second);
-                        multiply(results[t], weights, to_half(low), to_half(high));
-                        multiply(results[t + 1], weights, to_half(low >> 16), to_half(high >> 16));
-                    }
-                }
-            }
-        } else {
-            KVB_UNROLL
-            for (i32 t = 0; t < num_result_tiles; t += 2) {
-                // Matrices: keys 0..8 and 8..16 of 8 dims, then the same of the next 8 dims.
-                u32 fragment[4];
-                load_matrix_x4_transposed(fragment, row + t * 16 + matrix / 2 * 16);
-                multiply(results[t], weights, fragment[0], fragment[1]);
-                multiply(results[t + 1], weights, fragment[2], fragment[3]);
-            }
-        }
     }
 
     KVB_DEVICE void run() const {
@@ -220,6 +103,9 @@ struct MmaAttention {
         load_q<E, head_dim, P::rows, P::q_stride>(params, tile, shared + P::q, at<float>(P::q_factors));
         locate_keys<E>(params, tile, tile.first_key, table_at(0));
         locate_keys<E>(params, tile, tile.first_key + keys_of_tile, table_at(1));
+        if (thread_index() == 0) {
+            *at<u32>(P::unsound) = 0;
+        }
         sync_block();
         load(0, 0);
         copy_async_commit();
@@ -269,8 +155,27 @@ struct MmaAttention {
             sync_block();
 
             const KeyTable<keys_of_tile>& keys = table_at(table);
+            if constexpr (E::beyond_finite != 0) {
+                if (is_partly_seen(params, tile, first_key, keys_of_tile)) {
+                    if (has_nonfinite<E, mma_threads, keys_of_tile, P::v_chunks, P::v_stride>(
+                            stage_v(stage))) {
+                        *at<u32>(P::unsound) = 1;
+                    }
+                    sync_block();
+                }
+            }
             float products[2 * P::key_groups][4];
-            multiply_keys(products, q_held, warp_row, warp_key, stage_k(stage));
+            multiply_keys<E, num_steps, P::k_stride>(products, stage_k(stage) + warp_key * P::k_stride,
+                                                     [&](u32(&q)[4], i32 step) {
+                                                         if constexpr (P::holds_q) {
+                                                             KVB_UNROLL
+                                                             for (i32 i = 0; i < 4; ++i) {
+                                                                 q[i] = q_held[step][i];
+                                                             }
+                                                         } else {
+                                                             load_q_step(q, warp_row, step);
+                                                         }
+                                                     });
 
             float v_now = 1.0f;
             float highest_now[2] = {highest[0], highest[1]};
@@ -350,22 +255,35 @@ struct MmaAttention {
                     }
                 }
             }
+            if constexpr (E::beyond_finite != 0) {
+                if (*at<u32>(P::unsound) != 0) {
+                    add_nonfinite<E, num_result_tiles, P::v_stride>(
+                        params, results, rows, keys, first_key, warp_key, P::keys_of_warp, stage_v(stage));
+                    sync_block();
+                    clear_nonfinite<E, mma_threads, keys_of_tile, P::v_chunks, P::v_stride>(stage_v(stage));
+                    sync_block();
+                }
+            }
             KVB_UNROLL
             for (i32 g = 0; g < P::key_groups; ++g) {
                 const float (&left)[4] = products[2 * g];
                 const float (&right)[4] = products[2 * g + 1];
                 const u32 weights[4] = {pack_pair<E>(left[0], left[1]), pack_pair<E>(left[2], left[3]),
                                         pack_pair<E>(right[0], right[1]), pack_pair<E>(right[2], right[3])};
-                multiply_values(results, weights, warp_key + g * 16, stage_v(stage));
+                multiply_values<E, P::v_stride>(results, weights,
+                                                stage_v(stage) + (warp_key + g * 16) * P::v_stride);
             }
-            sync_block(); // nobody reads this stage or its addresses any more
+            sync_block(); // nobody reads this stage, its addresses or the flag any more
+            if (thread_index() == 0) {
+                *at<u32>(P::unsound) = 0;
+            }
             stage ^= 1;
             table = next_table;
         }
         copy_async_wait<0>();
 
         const float unscale = (Product<E>::is_bf16 ? 1.0f : 1.0f / weight_scale) * v_largest;
-        float* sums = at<float>(P::sums); // [64 rows: 16 a warp, head_dim_v]
+        float* sums = at<float>(P::sums); // [64 rows: 16 a warp, sums_stride]
         KVB_UNROLL
         for (i32 half = 0; half < 2; ++half) {
             KVB_UNROLL
@@ -378,11 +296,19 @@ struct MmaAttention {
                 at<float>(P::totals)[r] = total[half];
             }
             KVB_UNROLL
-            for (i32 t = 0; t < num_result_tiles; ++t) {
-                KVB_UNROLL
-                for (i32 c = 0; c < 2; ++c) {
-                    sums[r * head_dim_v + result_dim<E>(t, lane % 4 * 2 + c)] =
-                        results[t][2 * half + c] * unscale;
+            for (i32 t = 0; t < num_result_tiles; t += 2) {
+                const float (&one)[4] = results[t];
+                const float (&two)[4] = results[t + 1];
+                float* to = sums + r * P::sums_stride + result_dim<E>(t, lane % 4 * 2);
+                if constexpr (P::bytes == 1) { // of dims in turn
+                    *reinterpret_cast<Quad*>(to) =
+                        Quad{{one[2 * half] * unscale, two[2 * half] * unscale, one[2 * half + 1] * unscale,
+                              two[2 * half + 1] * unscale}};
+                } else {
+                    *reinterpret_cast<Pair*>(to) =
+                        Pair{{one[2 * half] * unscale, one[2 * half + 1] * unscale}};
+                    *reinterpret_cast<Pair*>(to + 8) =
+                        Pair{{two[2 * half] * unscale, two[2 * half + 1] * unscale}};
                 }
             }
         }
@@ -411,7 +337,7 @@ struct MmaAttention {
             for (i32 part = 0; part < num_parts; ++part) {
                 const float weight = weight_of(at<float>(P::highests)[part * 16 + r], base_of(highest));
                 total += weight * at<float>(P::totals)[part * 16 + r];
-                value += weight * sums[(part * 16 + r) * head_dim_v + dim];
+                value += weight * sums[(part * 16 + r) * P::sums_stride + dim];
             }
             const Finish finish = finish_row(params, row.head, highest, total, is_part);
             if (dim == 0) {

@@ -303,59 +303,6 @@ class TestPlans:
         assert plan.shared_bytes <= shared_kib * 1024
 
 
-class TestLatents:
-    """MLA: one latent of 576 elements a token, of which the first 512 are V; every head reads it."""
-
-    def check(
-        self, dtype: str, q_dtype: str, num_heads: int, schedule: str = "forward", **lens
-    ) -> np.ndarray:
-        scene = make_scene(
-            harness(schedule), dims=(576, 512), heads=(num_heads, 1), dtype=dtype, q_dtype=q_dtype, **lens
-        )
-        latents = scene.cache.k
-        scene.cache = LayerCache(latents, latents[..., :512], dtype, 16, "NHD")
-        scene.sequences = [(k, k[..., :512]) for k, _ in scene.sequences]
-        launcher = scene.harness.backend.launcher
-        used = len(launcher.loaded_names & {f"mla_decode-{name}" for name in ("F16", "BF16")})
-        scene.check(scale=0.02)
-        scene.check(scale=0.02, window=50, sinks=np.linspace(-2, 2, num_heads).astype(np.float32))
-        assert len(launcher.loaded_names & {f"mla_decode-{name}" for name in ("F16", "BF16")}) >= max(1, used)
-        return scene.attend(scale=0.02)[0]
-
-    @pytest.mark.parametrize(
-        ("dtype", "q_dtype"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float16", "bfloat16")]
-    )
-    @pytest.mark.parametrize("num_heads", [16, 128])
-    def test_decode(self, dtype: str, q_dtype: str, num_heads: int) -> None:
-        self.check(dtype, q_dtype, num_heads, seq_lens=(0, 1, 15, 64, 65, 130))
-
-    def test_chunks_and_splits(self) -> None:
-        self.check("bfloat16", "bfloat16", 16, seq_lens=(33, 130, 5), query_lens=(9, 3, 1))
-        self.check("float16", "float16", 16, seq_lens=(700, 0, 20))
-
-    @pytest.mark.parametrize("layout", ["NHD", "HND"])
-    def test_latents_are_written_as_two_parts_of_a_row(self, layout: str) -> None:
-        """A cache of the two parts, side by side in the memory of the latents, takes the place of K and V."""
-        backend, rng = emulated_backend(), np.random.default_rng(0)
-        config = CacheConfig(1, 1, 576, 512, dtype="float16", layout=layout)
-        (whole,) = backend.allocate(config, 4)
-        latents = whole.k
-        parts = LayerCache(latents[..., :512], latents[..., 512:], "float16", 16, layout)
-        rows = rng.standard_normal((20, 1, 576)).astype(np.float16)
-        backend.write(parts, rows[..., :512], rows[..., 512:], np.arange(16, 36))
-        cache = LayerCache(latents, latents[..., :512], "float16", 16, layout)
-        k, v = backend.gather(cache, np.array([1, 2], np.int32), 20)
-        np.testing.assert_array_equal(k, rows)
-        np.testing.assert_array_equal(v, rows[..., :512])
-
-    def test_schedules_give_the_same_bits(self) -> None:
-        results = [
-            self.check("float16", "float16", 20, schedule, seq_lens=(130, 70)).tobytes()
-            for schedule in SCHEDULES
-        ]
-        assert all(result == results[0] for result in results)
-
-
 class TestPrepared:
     """Fixed arrays, launched again: what a captured graph does."""
 

@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conformance import test_formats
 from conformance.harness import Harness
-from conformance.scene import make_scene
+from conformance.scene import load, make_scene, rows_close
+from kernels import test_nonfinite
 from kernels.emulator import CUDA, EmulatedLauncher, HostMemory, KernelFaultError
+from kernels.test_latents import make_latents
 from kvblocks.backends.device import DeviceBackend
 from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.config import CacheConfig
@@ -51,6 +54,32 @@ def decode(folder: Path) -> None:
 
 def prefill(folder: Path) -> None:
     attend(folder, dims=(64, 64), dtype="bfloat16", seq_lens=(200, 130), query_lens=(90, 20), block_size=3)
+
+
+def scaled(folder: Path) -> None:
+    """FP8 with scales of tokens, where an early key of large values has a scale of its own; then of heads."""
+    for backend in backends(folder):
+        given = Harness("mutant", make=lambda backend=backend: backend)
+        for kv_format in ("fp8_e4m3", "fp8_e4m3:head"):
+            options = {"dims": (64, 64), "seq_lens": (200, 0, 33), "q_dtype": "float16", "block_size": 16}
+            test_formats.check(*test_formats.make_scene(given, kv_format, **options))
+
+
+def infinities(folder: Path) -> None:
+    for backend in backends(folder):
+        given = Harness("mutant", make=lambda backend=backend: backend)
+        scene = make_scene(given, dims=(64, 64), dtype="float16", **test_nonfinite.LENS)
+        test_nonfinite.poison(scene, "float16")
+        test_nonfinite.check(scene)
+
+
+def latents(folder: Path) -> None:
+    for backend in backends(folder):
+        given = Harness("mutant", make=lambda backend=backend: backend)
+        for kv_format in ("float16", "fp8_e4m3"):
+            scene = make_latents(given, kv_format, num_heads=16, seq_lens=(130, 33), query_lens=(3, 1))
+            out, _ = scene.attend(scale=0.02)
+            rows_close(load(out), scene.expected(scale=0.02)[0], 1e-3)
 
 
 def simt(folder: Path) -> None:
@@ -108,6 +137,8 @@ def copies(folder: Path) -> None:
 
 MMA = "paged_attention_mma.cu"
 ATTENTION = "include/kvblocks/attention.cuh"
+TILES = "include/kvblocks/tiles.cuh"
+FRAGMENTS = "include/kvblocks/fragments.cuh"
 # name: (probe, file, the text as it is, the bug)
 MUTATIONS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
     "no barrier after the wait": (
@@ -119,7 +150,7 @@ MUTATIONS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
     "no barrier at the end of a tile": (
         decode,
         MMA,
-        "sync_block(); // nobody reads this stage or its addresses any more",
+        "sync_block(); // nobody reads this stage, its addresses or the flag any more",
         "",
     ),
     "no barrier before the warps are merged": (decode, MMA, "sync_block();\n        store(", "store("),
@@ -127,25 +158,25 @@ MUTATIONS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
     "a copy that nobody commits": (decode, MMA, "load(0, 0);\n        copy_async_commit();", "load(0, 0);"),
     "the matrix of V not transposed": (
         decode,
-        MMA,
+        FRAGMENTS,
         "load_matrix_x4_transposed(fragment, row + t * 16",
         "load_matrix_x4(fragment, row + t * 16",
     ),
     "matrices of K in another order": (
         decode,
-        MMA,
-        "warp_key + g * 16 + matrix / 2 * 8 + lane % 8",
-        "warp_key + g * 16 + matrix % 2 * 8 + lane % 8",
+        FRAGMENTS,
+        "g * 16 + matrix / 2 * 8 + lane % 8",
+        "g * 16 + matrix % 2 * 8 + lane % 8",
     ),
     "rows of K at a stride that is not theirs": (
         decode,
-        MMA,
-        "fragment, k + key * P::k_stride + step * 32",
-        "fragment, k + key * (P::k_stride - 16) + step * 32",
+        FRAGMENTS,
+        "fragment, k + key * stride + step * 32",
+        "fragment, k + key * (stride - 16) + step * 32",
     ),
     "misaligned copies": (
         decode,
-        "include/kvblocks/tiles.cuh",
+        TILES,
         "from + offset + piece * 16",
         "from + offset + piece * 16 + 2",
     ),
@@ -218,6 +249,45 @@ MUTATIONS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
         "return block * paged.block_stride + token",
         "return static_cast<i32>(block * paged.block_stride) + token",
     ),
+    "a dropped scale of K": (scaled, MMA, "product * (factors[half] * k_scale)", "product * factors[half]"),
+    "a dropped scale of V": (scaled, MMA, "v_scale *= keys.v_scale[index] / v_now;", ""),
+    "a dropped scale of a head": (scaled, MMA, "value * finish.factor * v_scale,", "value * finish.factor,"),
+    "the wrong dims of a pair of bytes": (
+        scaled,
+        FRAGMENTS,
+        "return k < 8 ? k / 2 * 4 + k % 2",
+        "return k < 8 ? k",
+    ),
+    "an infinity for a row that does not see it": (
+        infinities,
+        TILES,
+        "is_seen[1] ? value : 0.0f",
+        "value",
+    ),
+    "no barrier before infinities are cleared": (
+        infinities,
+        MMA,
+        "P::keys_of_warp, stage_v(stage));\n                    sync_block();",
+        "P::keys_of_warp, stage_v(stage));",
+    ),
+    "infinities that are looked for where all rows see all keys only": (
+        infinities,
+        TILES,
+        "return last_key > tile.oldest_query ||",
+        "return last_key < tile.oldest_query ||",
+    ),
+    "no barrier after the maxima of warps": (
+        latents,
+        "mla_decode.cu",
+        "sync_block(); // the maxima of the group's four warps are there",
+        "",
+    ),
+    "the scales of another tile's latents": (
+        latents,
+        "mla_decode.cu",
+        "const KeyTable<mla_keys>& keys = tables[table];",
+        "const KeyTable<mla_keys>& keys = tables[next_table];",
+    ),
     "a copy that misses its tail": (
         copies,
         "copy_blocks.cu",
@@ -228,7 +298,9 @@ MUTATIONS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
 
 
 @pytest.mark.parametrize(
-    "probe", [decode, prefill, simt, write_fp8, far_blocks, copies], ids=lambda probe: probe.__name__
+    "probe",
+    [decode, prefill, scaled, infinities, latents, simt, write_fp8, far_blocks, copies],
+    ids=lambda probe: probe.__name__,
 )
 def test_the_probes_pass_on_the_sources_as_they_are(probe: Callable[[Path], None]) -> None:
     probe(CUDA)

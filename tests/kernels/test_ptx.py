@@ -13,6 +13,7 @@ from kernels.emulator import CUDA, HostMemory, emulated_backend
 from kernels.ptx.launcher import PtxLauncher
 from kernels.ptx.program import PtxError
 from kernels.test_emulator import KERNEL, RECORD, THREADS
+from kernels.test_latents import make_latents
 from kvblocks.backends.device import DeviceBackend
 from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.config import CacheConfig
@@ -206,7 +207,29 @@ def test_attention_reads_keys_in_whole_sectors_and_matrices_without_conflicts(
     assert copied == num_bytes if query_lens == (1, 1) else num_bytes <= copied <= 5 * num_bytes
     matrices = launcher.measured("ldmatrix")
     assert sum(each.requests for _, each in matrices) >= 64
-    for instruction, traffic in matrices:
+    stores = launcher.measured("st", "shared")
+    assert sum(each.requests for _, each in stores) >= 64
+    for instruction, traffic in [*matrices, *stores]:
+        assert traffic.passes == traffic.fewest_passes, f"{instruction.place}: {instruction.text}"
+
+
+@pytest.mark.parametrize("kv_format", ["bfloat16", "fp8_e4m3:tensor"])
+def test_latents_are_read_once_and_without_conflicts(kv_format: str) -> None:
+    given, launcher = harness("compute_90", measure=True)
+    scene = make_latents(
+        given,
+        kv_format,
+        num_heads=16,
+        q_dtype="bfloat16" if kv_format == "bfloat16" else None,
+        seq_lens=(70,),
+    )
+    scene.attend(scale=0.02)
+    copies = [traffic for _, traffic in launcher.measured("cp", "async")]
+    assert sum(each.num_bytes for each in copies) == 70 * 576 * scene.cache.k.itemsize
+    assert all(each.num_bytes == 32 * each.sectors for each in copies)
+    shared = [*launcher.measured("ldmatrix"), *launcher.measured("st", "shared")]
+    assert len(shared) >= 40
+    for instruction, traffic in shared:
         assert traffic.passes == traffic.fewest_passes, f"{instruction.place}: {instruction.text}"
 
 

@@ -61,12 +61,13 @@ constexpr i32 smallest_split = 256; // keys, where split_size is not given
 
 // The rows and the keys of a block of the grid: grid (row tiles, key heads, splits).
 struct Tile {
-    i32 seq;                 // num_seqs for the tokens that belong to no sequence
-    i32 first_row, num_rows; // of the tile, num_rows >= 1 unless the tile is empty
-    i32 first_token;         // of the sequence, in the batch
-    i32 first_position;      // of the sequence's first query
-    i32 seq_len;             // 0 also where the arrays are wrong
-    i32 first_key, end_key;  // of the split; equal if it has none
+    i32 seq;                        // num_seqs for the tokens that belong to no sequence
+    i32 first_row, num_rows;        // of the tile, num_rows >= 1 unless the tile is empty
+    i32 first_token;                // of the sequence, in the batch
+    i32 first_position;             // of the sequence's first query
+    i32 seq_len;                    // 0 also where the arrays are wrong
+    i32 first_key, end_key;         // of the split; equal if it has none
+    i32 oldest_query, newest_query; // positions of the tile's first and last row
 };
 
 KVB_DEVICE i32 min_i32(i32 a, i32 b) {
@@ -149,10 +150,10 @@ KVB_DEVICE Tile find_tile(const AttendParams& params, i32 rows_of_tile) {
     tile.seq_len = seq_len;
     tile.first_position = seq_len - num_queries;
     // The keys that some row of the tile sees.
-    const i32 oldest_query = tile.first_position + tile.first_row / group;
-    const i32 newest_query = tile.first_position + (tile.first_row + tile.num_rows - 1) / group;
-    const i32 first = max_i32(0, oldest_query - params.window + 1);
-    const i32 num_keys = newest_query + 1 - first;
+    tile.oldest_query = tile.first_position + tile.first_row / group;
+    tile.newest_query = tile.first_position + (tile.first_row + tile.num_rows - 1) / group;
+    const i32 first = max_i32(0, tile.oldest_query - params.window + 1);
+    const i32 num_keys = tile.newest_query + 1 - first;
     i32 split = params.split_size;
     if (split == 0) {
         split = (num_keys + params.num_splits - 1) / params.num_splits;

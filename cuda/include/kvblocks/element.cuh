@@ -23,6 +23,7 @@ struct F32 {
     using Storage = u32;
     static constexpr Dtype dtype = dtype_f32;
     static constexpr bool is_scaled = false;
+    static constexpr u32 beyond_finite = 0x00800000u;
     static KVB_DEVICE float to_f32(Storage x) { return float_of(x); }
     static KVB_DEVICE Storage from_f32(float x) { return bits_of(x); }
 };
@@ -31,6 +32,7 @@ struct F16 {
     using Storage = u16;
     static constexpr Dtype dtype = dtype_f16;
     static constexpr bool is_scaled = false;
+    static constexpr u32 beyond_finite = 0x04000400u;
     static KVB_DEVICE float to_f32(Storage x) { return f16_to_f32(x); }
     static KVB_DEVICE Storage from_f32(float x) { return f32_to_f16(x); }
 };
@@ -39,6 +41,7 @@ struct BF16 {
     using Storage = u16;
     static constexpr Dtype dtype = dtype_bf16;
     static constexpr bool is_scaled = false;
+    static constexpr u32 beyond_finite = 0x00800080u;
     static KVB_DEVICE float to_f32(Storage x) { return float_of(static_cast<u32>(x) << 16); }
     static KVB_DEVICE Storage from_f32(float x) { return f32_to_bf16(x); }
 };
@@ -48,6 +51,7 @@ struct E4M3 {
     using Storage = u8;
     static constexpr Dtype dtype = dtype_e4m3;
     static constexpr bool is_scaled = true;
+    static constexpr u32 beyond_finite = 0x01010101u;
     static constexpr float largest = 448.0f;
     // Values from here on are clipped: half a step beyond the largest, a tie goes to it.
     static KVB_DEVICE bool is_clipped(float x) { return x > 464.0f || x < -464.0f; }
@@ -62,6 +66,7 @@ struct E5M2 {
     using Storage = u8;
     static constexpr Dtype dtype = dtype_e5m2;
     static constexpr bool is_scaled = true;
+    static constexpr u32 beyond_finite = 0x04040404u;
     static constexpr float largest = 57344.0f;
     static KVB_DEVICE bool is_clipped(float x) { return x >= 61440.0f || x <= -61440.0f; }
     static KVB_DEVICE half2 pair_to_f16x2(u16 pair) {
@@ -79,6 +84,7 @@ struct Int8 {
     using Storage = u8;
     static constexpr Dtype dtype = dtype_int8;
     static constexpr bool is_scaled = true;
+    static constexpr u32 beyond_finite = 0u;
     static constexpr float largest = 127.0f;
     static KVB_DEVICE bool is_clipped(float x) { return x >= 127.5f || x <= -127.5f; }
     static KVB_DEVICE half2 pair_to_f16x2(u16 pair) {
@@ -93,6 +99,16 @@ struct Int8 {
         return static_cast<Storage>(code > 127 ? 127 : code < -127 ? -127 : code);
     }
 };
+
+// The high bit of each element of a word that is infinite or NaN: what `beyond_finite` carries its magnitude
+// to.
+template <typename E>
+KVB_DEVICE u32 nonfinite_of(u32 word) {
+    constexpr u32 high = sizeof(typename E::Storage) == 1   ? 0x80808080u
+                         : sizeof(typename E::Storage) == 2 ? 0x80008000u
+                                                            : 0x80000000u;
+    return E::beyond_finite == 0 ? 0 : ((word & ~high) + E::beyond_finite) & high;
+}
 
 // How the elements of one K or V array are scaled: value = code * scale.
 enum ScaleMode : i32 {

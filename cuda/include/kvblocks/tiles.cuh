@@ -1,36 +1,17 @@
 // What the tensor-core kernels share: Q and tiles of keys on their way to shared memory.
 //
-// Owns KeyTable, and the loads of Q and of rows of K and V. Includes attention.cuh only.
-// Invariant: a key that does not exist, or whose block does not, has offset -1: its row is zeros, and the
-// kernels mask it.
+// Owns KeyTable, the loads of Q and of rows of K and V, and what becomes of elements of V that are not
+// finite. Includes attention.cuh and fragments.cuh. Invariant: a key that does not exist, or whose block does
+// not, has offset -1: its row is zeros, and the kernels mask it.
 #pragma once
 
 #include "attention.cuh"
+#include "fragments.cuh"
 
 namespace kvb {
 
 constexpr i32 num_stages = 2;
 constexpr i32 num_tables = 3; // of keys: of the tile in work, of the one under way, of the one after
-// Weights enter a product as float16 times this, which would lose small ones otherwise.
-constexpr float weight_scale = 4096.0f;
-
-template <typename E>
-struct Product {
-    static constexpr bool is_bf16 = false;
-};
-template <>
-struct Product<BF16> {
-    static constexpr bool is_bf16 = true;
-};
-
-// The dim of an element of Q that stands at position k of 16 in shared memory.
-template <typename E>
-KVB_DEVICE i32 permuted_dim(i32 k) {
-    if constexpr (sizeof(typename E::Storage) == 1) {
-        return k < 8 ? k / 2 * 4 + k % 2 : (k - 8) / 2 * 4 + 2 + k % 2;
-    }
-    return k;
-}
 
 // Where the keys of a tile lie, and their scales.
 template <i32 num_keys>
@@ -113,22 +94,69 @@ KVB_DEVICE void load_q(const AttendParams& params, const Tile& tile, u8* to, flo
     }
 }
 
-// c += a b in the type of E's products, and two values packed for it.
-template <typename E>
-KVB_DEVICE void multiply_fragments(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if constexpr (Product<E>::is_bf16) {
-        mma_bf16(c, a, b0, b1);
-    } else {
-        mma_f16(c, a, b0, b1);
+// Whether some row of the tile sees one of the keys first_key.. that another row does not.
+KVB_DEVICE bool is_partly_seen(const AttendParams& params, const Tile& tile, i32 first_key, i32 num_keys) {
+    const i32 last_key = min_i32(first_key + num_keys, tile.end_key) - 1;
+    return last_key > tile.oldest_query || tile.newest_query - first_key >= params.window;
+}
+
+// A weight of 0 times an infinity is no 0: what a row must not see, it could not be kept from in a product of
+// the tile. So where rows see different keys, and V is not finite, the kernels add those elements to the rows
+// that see them one by one, and clear them before the product.
+
+// Whether this thread's share of a tile's rows of V has an element that is not finite.
+template <typename E, i32 block_threads, i32 num_keys, i32 chunks, i32 stride>
+KVB_DEVICE bool has_nonfinite(const u8* rows) {
+    u32 found = 0;
+    for (i32 index = thread_index(); index < num_keys * chunks; index += block_threads) {
+        const i32 key = index / chunks, piece = index - key * chunks;
+        const Vec16 raw = *reinterpret_cast<const Vec16*>(rows + key * stride + piece * 16);
+        KVB_UNROLL
+        for (i32 i = 0; i < 4; ++i) {
+            found |= nonfinite_of<E>(raw.word[i]);
+        }
+    }
+    return found != 0;
+}
+
+template <typename E, i32 block_threads, i32 num_keys, i32 chunks, i32 stride>
+KVB_DEVICE void clear_nonfinite(u8* rows) {
+    for (i32 index = thread_index(); index < num_keys * chunks; index += block_threads) {
+        const i32 key = index / chunks, piece = index - key * chunks;
+        auto* words = reinterpret_cast<u32*>(rows + key * stride + piece * 16);
+        KVB_UNROLL
+        for (i32 i = 0; i < 4; ++i) {
+            // The high bit of an element, spread over it.
+            const u32 high = nonfinite_of<E>(words[i]);
+            words[i] &= ~(sizeof(typename E::Storage) == 1 ? (high >> 7) * 0xFFu : (high >> 15) * 0xFFFFu);
+        }
     }
 }
 
-template <typename E>
-KVB_DEVICE u32 pack_pair(float low, float high) {
-    if constexpr (Product<E>::is_bf16) {
-        return f32_to_bf16x2(low, high);
-    } else {
-        return f32_to_f16x2(low, high);
+// Adds them to the lane's results: of its two rows, the keys first.. and the dims that it has in `num_tiles`
+// result tiles; v: the first of those dims of the tile's first key.
+template <typename E, i32 num_tiles, i32 stride, i32 num_keys>
+KVB_DEVICE void add_nonfinite(const AttendParams& params, float (&results)[num_tiles][4],
+                              const Row (&rows)[2], const KeyTable<num_keys>& keys, i32 first_key, i32 first,
+                              i32 count, const u8* v) {
+    const i32 lane = thread_index() % 32;
+    for (i32 index = first; index < first + count; ++index) {
+        if (keys.k_offset[index] < 0) {
+            continue;
+        }
+        const bool is_seen[2] = {is_visible(params, rows[0], first_key + index),
+                                 is_visible(params, rows[1], first_key + index)};
+        KVB_UNROLL
+        for (i32 t = 0; t < num_tiles; ++t) {
+            KVB_UNROLL
+            for (i32 c = 0; c < 2; ++c) {
+                const float value = element_at<E>(v + index * stride, result_dim<E>(t, lane % 4 * 2 + c));
+                if (!is_finite(value)) {
+                    results[t][c] += is_seen[0] ? value : 0.0f;
+                    results[t][2 + c] += is_seen[1] ? value : 0.0f;
+                }
+            }
+        }
     }
 }
 

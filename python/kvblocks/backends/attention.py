@@ -54,7 +54,7 @@ def plan_attention(
     grid = (num_tiles, num_kv_heads, num_splits)
     kv_dtype, dims = seen.format.k.name, (seen.head_dim, seen.head_dim_v)
     if is_mla:
-        return Plan(specs.mla_decode(kv_dtype), grid, specs.mla_shared_bytes(), num_splits, None)
+        return Plan(specs.mla_decode(kv_dtype), grid, specs.mla_shared_bytes(kv_dtype), num_splits, None)
     if row_warps:
         shared = specs.mma_shared_bytes(kv_dtype, *dims, row_warps)
         return Plan(specs.attention_mma(kv_dtype, *dims, row_warps), grid, shared, num_splits, None)
@@ -73,7 +73,7 @@ def _is_mla(record: Record, seen: LayerCache, max_shared_bytes: int) -> bool:
         and bool((record["k_paged"] == record["v_paged"]).all())
         and bool(record["k_is_vector"])
         and q_dtype in (DTYPES[name] for name in _exact(kv_dtype))
-        and specs.mla_shared_bytes() <= max_shared_bytes
+        and specs.mla_shared_bytes(kv_dtype) <= max_shared_bytes
     )
 
 

@@ -40,7 +40,7 @@ MMA_HEAD_DIMS: Final = (
 MAX_HEAD_DIM: Final = 576
 # Latents on tensor cores: (head_dim, head_dim_v) where V is the first elements of K, and the dtypes that there are.
 MLA_HEAD_DIMS: Final = (576, 512)
-MLA_DTYPES: Final = ("float16", "bfloat16")
+MLA_DTYPES: Final = ("float16", "bfloat16", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -144,20 +144,22 @@ def mla_decode(kv_dtype: str) -> Instance:
     return Instance(MLA_DECODE, _element(kv_dtype), 255, loads_vectors=True, has_mma=True)
 
 
-def mla_shared_bytes() -> int:
+def mla_shared_bytes(kv_dtype: str) -> int:
     """Dynamic shared memory of `mla_decode`: `MlaPlan` of its source."""
-    tables, row_stride = 3 * 64 * (8 + 8 + 4 + 4), 73 * 16
-    return tables + 32 * 4 + 2 * 4 * 32 * 4 + 32 * 9 * 16 + 32 * row_stride + 2 * 64 * row_stride
+    tables, q_stride = 3 * 64 * (8 + 8 + 4 + 4), 73 * 16
+    row_stride = (576 * element_bytes(kv_dtype) // 16 | 1) * 16
+    return tables + 32 * 4 + 2 * 4 * 32 * 4 + 32 * 9 * 16 + 16 + 32 * q_stride + 2 * 64 * row_stride
 
 
 def mma_shared_bytes(kv_dtype: str, head_dim: int, head_dim_v: int, row_warps: int) -> int:
     """Dynamic shared memory of `attention_mma`: `Plan::total_bytes` of its source."""
     size = element_bytes(kv_dtype)
     keys = 32 if row_warps == 4 and head_dim_v > 128 else 64
-    tables = 3 * keys * (8 + 8 + 4 + 4) + 3 * 64 * 4
+    tables = 3 * keys * (8 + 8 + 4 + 4) + 3 * 64 * 4 + 16
     q = 16 * row_warps * (head_dim // 8 | 1) * 16
     stages = 2 * keys * ((head_dim * size // 16 | 1) + (head_dim_v * size // 16 | 1)) * 16
-    return tables + q + max(stages, 64 * head_dim_v * 4)
+    sums_stride = head_dim_v + ((head_dim_v + 16) % 32 if size == 1 else 8)
+    return tables + q + max(stages, 64 * sums_stride * 4)
 
 
 def simt_shared_bytes(kv_dtype: str, lanes_log2: int, vectors: int) -> int:
