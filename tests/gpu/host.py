@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kernels.emulator import EmulatedLauncher, HostMemory
+from kvblocks.backends.foreign import DeviceArray
 
 
 class HostLibrary:
@@ -36,7 +37,7 @@ class HostLibrary:
         return array[first : first + size].view(dtype).reshape(shape)
 
     def describe(self, name: str, array: Any, device: int) -> np.ndarray:
-        return self._memory.describe(name, array)
+        return array.described() if isinstance(array, DeviceArray) else self._memory.describe(name, array)
 
     def device_of(self, array: Any) -> int:
         return 0

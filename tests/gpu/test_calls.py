@@ -34,8 +34,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
     plan = Planner.plan
 
-    def counted(self: Planner, views: Any, call: Any) -> Any:
-        made.append(plan(self, views, call))
+    def counted(self: Planner, *arguments: Any) -> Any:
+        made.append(plan(self, *arguments))
         return made[-1]
 
     monkeypatch.setattr(Planner, "plan", counted)
@@ -49,6 +49,15 @@ def make_cache(
     config = CacheConfig(1, kv_format=kv_format, layout=layout, dtype="float16", **sizes)
     (cache,) = emulated_backend().allocate(config, num_blocks)
     return cache
+
+
+class Seen:
+    """An array as a device's: by its interface only."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.dtype = array.dtype
+        self.__cuda_array_interface__ = array.__array_interface__
 
 
 class Step:
@@ -158,6 +167,48 @@ def test_tables_in_the_form_of_one_list(library: HostLibrary, plans: list[Any]) 
         gpu.paged_attention_csr(cache, step.q, indptr, indices, last, step.starts, max_blocks=13)
 
 
+@pytest.mark.parametrize("has_head", [True, False], ids=["4-axes", "3-axes"])
+@pytest.mark.parametrize("kv_format", ["float16", "fp8_e4m3:tensor"])
+def test_latents(library: HostLibrary, plans: list[Any], kv_format: str, has_head: bool) -> None:
+    """Written by their parts, attended through the kernel that reads them once; two pools of one shape share a plan."""
+    rng = np.random.default_rng(0)
+    table, lens, starts = np.array([[3, 1]], np.int32), np.array([20], np.int32), np.array([0, 2], np.int32)
+    slots = table[0][np.arange(20) // 16].astype(np.int64) * 16 + np.arange(20) % 16
+    q = rng.standard_normal((2, 16, 576)).astype(np.float16)
+    for _ in range(2):
+        shape = (4, 16, 1, 576) if has_head else (4, 16, 576)
+        pool = Seen(np.zeros(shape, np.float16 if kv_format == "float16" else np.uint8))
+        scale = None if kv_format == "float16" else Seen(np.full(1, 0.01, np.float32))
+        cache = gpu.latent_cache(pool, kv_format, scale=scale)
+        rows = rng.standard_normal((20, 576)).astype(np.float16)
+        gpu.write_latents(cache, rows[:, :512], rows[:, 512:], slots)
+        lse = np.empty((2, 16), np.float32)
+        out = gpu.mla_decode(cache, q, table, lens, starts, scale=0.05, lse=lse)
+        k, _ = gpu.gather_kv(cache, table[0], 20)
+        for token, num_keys in ((0, 19), (1, 20)):
+            logits = q[token].astype(np.float64) @ k[:num_keys, 0].T * 0.05
+            weights = np.exp(logits - logits.max(1, keepdims=True))
+            wanted = weights @ k[:num_keys, 0, :512] / weights.sum(1, keepdims=True)
+            np.testing.assert_allclose(out[token], wanted, rtol=4e-3, atol=4e-3)
+    assert len(plans) == 3
+    assert any(name.startswith("mla_decode") for name in library.launcher(0).loaded_names)
+
+
+def test_latents_that_are_none(library: HostLibrary) -> None:
+    step, cache = Step(), make_cache()
+    with pytest.raises(ValueError, match=r"^cache: expected latents, of which V is the first part"):
+        gpu.mla_decode(cache, step.q, *step.index, scale=1.0)
+    with pytest.raises(ValueError, match=r"^cache: expected one that latent_cache made"):
+        gpu.write_latents(cache, step.k, step.v, step.slots)
+    pool = Seen(np.zeros((4, 16, 576), np.uint8))
+    with pytest.raises(
+        ValueError, match=r"^kv_format is 'fp8_e4m3': expected a dtype, or scales of a tensor"
+    ):
+        gpu.latent_cache(pool, "fp8_e4m3")
+    with pytest.raises(ValueError, match=r"^head_dim_v is 576: expected 1\.\.575"):
+        gpu.latent_cache(pool, "fp8_e4m3:tensor", head_dim_v=576)
+
+
 def test_blocks_and_slots_of_all_caches(library: HostLibrary, plans: list[Any]) -> None:
     step = Step()
     pool = [make_cache("int8"), make_cache("float16", layout="HND")]
@@ -259,12 +310,6 @@ def test_partial_results_in_a_workspace(library: HostLibrary) -> None:
     many = np.zeros((2, 24), np.int32)
     many[:, :6] = step.tables
     wanted = emulated_backend(split_size=64).attend(cache, step.q, many, step.lens, step.starts)
-
-    class Seen:
-        def __init__(self, array: np.ndarray) -> None:
-            self.array = array
-            self.dtype = array.dtype
-            self.__cuda_array_interface__ = array.__array_interface__
 
     with pytest.raises(ValueError, match=r"^workspace: 100 bytes, the call needs \d+ to be sure"):
         gpu.paged_attention(

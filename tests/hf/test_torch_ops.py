@@ -98,6 +98,54 @@ def test_the_other_operators(ops: Any) -> None:
     torch.testing.assert_close(merged_lse, lse + np.log(2), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("kv_format", "layout"), [("int8", "NHD"), ("float16", "HND")])
+def test_moves_of_slots(ops: Any, kv_format: str, layout: str) -> None:
+    """In their order, scales included; a negative slot skips the move."""
+    caches, (k, v, slots, *_) = pool(kv_format, layout), step()
+    ops.write_kv(k, v, slots, *caches, kv_format, layout)
+    lists = [[] if each is None else [each] for each in caches]
+    moves = torch.tensor([[12, 30], [30, 31], [-1, 12], [13, -1]])
+    starts = torch.tensor([0, 2, 4], dtype=torch.int32)
+    checked = (*lists, moves, starts, kv_format, layout)
+    torch.library.opcheck(ops.move_slots, checked, test_utils=CHECKS)
+    ops.move_slots(*checked)
+    for array in (each for each in caches if each is not None):
+        rows = array.transpose(1, 2) if layout == "HND" and array.ndim == 4 else array
+        assert torch.equal(rows[7, 2], rows[3, 0])
+        assert torch.equal(rows[7, 3], rows[3, 0])
+    with pytest.raises(ValueError, match="moves: slot 32, expected below the cache's 32 slots"):
+        ops.move_slots(*lists, moves + 1, starts, kv_format, layout)
+    with pytest.raises(TypeError, match="moves: dtype int32, expected int64"):
+        ops.move_slots(*lists, moves.int(), starts, kv_format, layout)
+
+
+@pytest.mark.parametrize("kv_format", ["float16", "fp8_e4m3:tensor"])
+def test_latents(ops: Any, kv_format: str) -> None:
+    torch.manual_seed(0)
+    dtype, scale = (torch.float16, None) if kv_format == "float16" else (torch.uint8, torch.tensor([0.02]))
+    latents = torch.zeros(4, 4, 576, dtype=dtype)
+    compressed, rotary = torch.randn(6, 512).half(), torch.randn(6, 64).half()
+    slots = torch.tensor([8, 9, 10, 11, 4, 5])
+    given = compressed, rotary, slots, latents, scale, kv_format
+    torch.library.opcheck(ops.write_latents, given, test_utils=CHECKS)
+    ops.write_latents(*given)
+    q = torch.randn(2, 16, 576).half()
+    index = (
+        torch.tensor([[2, 1]], dtype=torch.int32),
+        *(torch.tensor(each, dtype=torch.int32) for each in ([6], [0, 2])),
+    )
+    checked = q, latents, scale, *index, kv_format, 0.05
+    torch.library.opcheck(ops.mla_decode, checked, test_utils=CHECKS)
+    out, lse = torch.ops.kvblocks.mla_decode(*checked)
+    stored = latents if scale is None else latents.view(torch.float8_e4m3fn).float() * scale
+    rows = stored.float().view(16, 576)[slots]
+    logits = torch.einsum("qhd,kd->hqk", q.float(), rows) * 0.05
+    logits[:, 0, 5] = -torch.inf
+    wanted = torch.einsum("hqk,kd->qhd", logits.softmax(-1), rows[:, :512])
+    torch.testing.assert_close(out.float(), wanted, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, logits.logsumexp(-1).T, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kv_format", ["fp8_e4m3:tensor", "fp8_e5m2:head", "int8"])
 def test_quantize(ops: Any, kv_format: str) -> None:
     x = torch.randn(5, 2, 32) * 100

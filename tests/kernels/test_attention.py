@@ -302,6 +302,30 @@ class TestPlans:
         assert dict(plan.instance.defines).get("KVB_ROW_WARPS") == row_warps
         assert plan.shared_bytes <= shared_kib * 1024
 
+    @pytest.mark.parametrize(
+        ("kv_format", "num_tokens", "num_seqs", "seq_len", "row_warps", "num_splits"),
+        [
+            ("bfloat16", 64, 64, 8192, "1", 1),  # 512 blocks on 132 SMs of 2: two waves, nearly full
+            ("bfloat16", 1, 1, 8192, "1", 32),  # one wave
+            ("fp8_e4m3", 64, 64, 8192, "1", 3),  # 3 of an SM: 1.3 waves of one split, 3.9 of three
+            ("bfloat16", 8192, 1, 8192, "4", 1),  # more than the device holds
+            ("bfloat16", 64, 1, 8192, "4", 8),  # a short chunk over a long context
+        ],
+    )
+    def test_splits_fill_waves(
+        self, kv_format: str, num_tokens: int, num_seqs: int, seq_len: int, row_warps: str, num_splits: int
+    ) -> None:
+        """Heads of Llama-3-8B on an H200, of which two blocks with a 16-bit cache, or three with FP8, fit an SM."""
+        (cache,) = NUMPY.allocate(CacheConfig(1, 8, 128, kv_format=kv_format, dtype="bfloat16"), 2)
+        record = np.zeros((), params.ATTEND)
+        record["num_tokens"], record["num_seqs"], record["max_blocks"] = num_tokens, num_seqs, seq_len // 16
+        record["num_q_heads"], record["num_kv_heads"] = 32, 8
+        record["q_dtype"] = DTYPES["bfloat16"]
+        record["k_is_vector"] = record["v_is_vector"] = 1
+        plan = plan_attention(record, cache, 132, 227 * 1024, None)
+        assert dict(plan.instance.defines)["KVB_ROW_WARPS"] == row_warps
+        assert plan.num_splits == num_splits
+
 
 class TestPrepared:
     """Fixed arrays, launched again: what a captured graph does."""

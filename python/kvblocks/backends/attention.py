@@ -19,9 +19,12 @@ from kvblocks.layout import Array, LayerCache
 # Keys of a split are at least this many, and splits at most so many: more would cost more than they save.
 _SMALLEST_SPLIT_TOKENS: Final = 256
 _MOST_SPLITS: Final = 64
+# Splits begin at multiples of so many keys: `split_granule` of attention.cuh.
+_SPLIT_GRANULE: Final = 64
 _MOST_BLOCKS_OF_Z: Final = 65_535
-# Blocks of an attention kernel that an SM holds: what the register budget of specs leaves room for.
-_BLOCKS_PER_SM: Final = 3
+# Of an SM. Shared memory beyond what one block may have, which each block takes for the system.
+_REGISTERS: Final = 65_536
+_RESERVED_SHARED: Final = 1024
 
 
 class Plan(NamedTuple):
@@ -50,17 +53,31 @@ def plan_attention(
     num_tiles = num_tokens * group // rows_of_tile + num_seqs + 1
     busy_tiles = max(min(num_seqs, num_tokens), -(-num_tokens * group // rows_of_tile), 1)
     max_keys = seen.block_size * int(record["max_blocks"])
-    num_splits = _num_splits(busy_tiles * num_kv_heads, max_keys, num_multiprocessors, split_size)
-    grid = (num_tiles, num_kv_heads, num_splits)
-    kv_dtype, dims = seen.format.k.name, (seen.head_dim, seen.head_dim_v)
+    kv_dtype, dims, lanes_log2 = seen.format.k.name, (seen.head_dim, seen.head_dim_v), None
     if is_mla:
-        return Plan(specs.mla_decode(kv_dtype), grid, specs.mla_shared_bytes(kv_dtype), num_splits, None)
-    if row_warps:
+        instance, shared = specs.mla_decode(kv_dtype), specs.mla_shared_bytes(kv_dtype)
+    elif row_warps:
+        instance = specs.attention_mma(kv_dtype, *dims, row_warps)
         shared = specs.mma_shared_bytes(kv_dtype, *dims, row_warps)
-        return Plan(specs.attention_mma(kv_dtype, *dims, row_warps), grid, shared, num_splits, None)
-    lanes_log2, vectors = specs.simt_lanes_log2(kv_dtype, max(dims))
-    shared = specs.simt_shared_bytes(kv_dtype, lanes_log2, vectors)
-    return Plan(specs.attention_simt(kv_dtype, vectors), grid, shared, num_splits, lanes_log2)
+    else:
+        lanes_log2, vectors = specs.simt_lanes_log2(kv_dtype, max(dims))
+        instance = specs.attention_simt(kv_dtype, vectors)
+        shared = specs.simt_shared_bytes(kv_dtype, lanes_log2, vectors)
+    slots = num_multiprocessors * _blocks_per_sm(instance, shared, max_shared_bytes)
+    num_busy_blocks = busy_tiles * num_kv_heads
+    # Chunked prefill that fills the device is bound by its products: parts of its many rows would only cost.
+    if split_size is None and row_warps == 4 and num_busy_blocks >= slots:
+        num_splits = 1
+    else:
+        num_splits = _num_splits(num_busy_blocks, max_keys, slots, split_size)
+    return Plan(instance, (num_tiles, num_kv_heads, num_splits), shared, num_splits, lanes_log2)
+
+
+def _blocks_per_sm(instance: Instance, shared_bytes: int, max_shared_bytes: int) -> int:
+    """Blocks that an SM holds at once, by the registers and the shared memory that they take."""
+    by_registers = _REGISTERS // (instance.kernel.threads * instance.max_registers)
+    by_shared = (max_shared_bytes + _RESERVED_SHARED) // (shared_bytes + _RESERVED_SHARED)
+    return max(1, min(by_registers, by_shared))
 
 
 def _is_mla(record: Record, seen: LayerCache, max_shared_bytes: int) -> bool:
@@ -108,8 +125,11 @@ def _row_warps(record: Record, seen: LayerCache, group: int, max_shared_bytes: i
     return next(fitting, 0)
 
 
-def _num_splits(num_busy_blocks: int, max_keys: int, num_multiprocessors: int, split_size: int | None) -> int:
-    """Blocks that share a row's keys: the fewest that fill the device's waves nearly as well as any number does."""
+def _num_splits(num_busy_blocks: int, max_keys: int, slots: int, split_size: int | None) -> int:
+    """Blocks that share a row's keys: the fewest that fill the device's waves nearly as well as any number does.
+
+    slots: blocks that the device holds at once.
+    """
     if split_size is not None:
         num_splits = max(1, -(-max_keys // split_size))
         if num_splits > _MOST_BLOCKS_OF_Z:
@@ -117,15 +137,16 @@ def _num_splits(num_busy_blocks: int, max_keys: int, num_multiprocessors: int, s
                 f"split_size is {split_size}: {num_splits} splits of {max_keys} keys, at most {_MOST_BLOCKS_OF_Z}"
             )
         return num_splits
-    slots = num_multiprocessors * _BLOCKS_PER_SM
     most = max(1, min(_MOST_SPLITS, max_keys // _SMALLEST_SPLIT_TOKENS))
 
-    def efficiency(splits: int) -> float:
-        waves = num_busy_blocks * splits / slots
-        return waves / math.ceil(waves)
+    def keys_in_turn(splits: int) -> int:
+        """Keys that the device goes through one after the other: waves of blocks times keys of a block."""
+        keys = -(-max_keys // splits)
+        keys = -(-keys // _SPLIT_GRANULE) * _SPLIT_GRANULE if splits > 1 else keys
+        return math.ceil(num_busy_blocks * -(-max_keys // max(keys, 1)) / slots) * keys
 
-    best = max(map(efficiency, range(1, most + 1)))
-    return next(splits for splits in range(1, most + 1) if efficiency(splits) >= 0.95 * best)
+    fewest = min(map(keys_in_turn, range(1, most + 1)))
+    return next(splits for splits in range(1, most + 1) if keys_in_turn(splits) <= fewest / 0.95)
 
 
 class PreparedAttention:

@@ -28,7 +28,7 @@ from kvblocks.backends.checks import (
     check_write,
 )
 from kvblocks.backends.codecs import Encoded
-from kvblocks.backends.expect import expect_dtype, expect_shape
+from kvblocks.backends.expect import check_moves, expect_dtype, expect_shape
 from kvblocks.backends.geometry import (
     Record,
     address_of,
@@ -369,16 +369,7 @@ class DeviceBackend:
         seen = [self._see_cache(cache) for cache in caches]
         moves_view = self.memory.describe("moves", moves)
         start_view = self.memory.describe("move_start", move_start)
-        for name, view, dtype, ndim in (
-            ("moves", moves_view, np.int64, 2),
-            ("move_start", start_view, np.int32, 1),
-        ):
-            if view.dtype != dtype:
-                raise TypeError(f"{name}: dtype {view.dtype}, expected {np.dtype(dtype)}")
-            if view.ndim != ndim:
-                raise ValueError(f"{name}: {view.ndim} axes, expected {ndim}")
-        if moves_view.shape[1] != 2:
-            raise ValueError(f"moves: axis 1 (source, destination) is {moves_view.shape[1]}, expected 2")
+        check_moves(moves_view, start_view)
         if len(start_view) < 2 or len(moves_view) == 0 or not seen:
             return
         held = self._plain(moves, moves_view), self._plain(move_start, start_view)

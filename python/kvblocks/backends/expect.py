@@ -135,3 +135,11 @@ def as_float32(value: object) -> float | None:
     if number == 0 or _SMALLEST_NORMAL <= abs(number) <= _LARGEST:
         return number
     return None
+
+
+def check_moves(moves: NDArray[Any], move_start: NDArray[Any]) -> None:
+    """Refuse moves of slots, and the starts of their sequences, of another dtype or shape."""
+    for name, array, dtype in (("moves", moves, np.int64), ("move_start", move_start, np.int32)):
+        expect_dtype(name, array, dtype)
+    expect_shape("moves", moves, (("num_moves", None), ("source, destination", 2)))
+    expect_shape("move_start", move_start, (("num_seqs + 1", None),))

@@ -18,6 +18,7 @@ from kvblocks.gpu.calls import (
     warmup,
     write_kv,
 )
+from kvblocks.gpu.latents import latent_cache, mla_decode, write_latents
 from kvblocks.gpu.readiness import Readiness, check
 from kvblocks.gpu.steps import DeviceArrays, DeviceStep
 from kvblocks.gpu.swap import Swapper, Transfer, pinned_pool
@@ -35,8 +36,10 @@ __all__ = [
     "dequantize",
     "first_error",
     "gather_kv",
+    "latent_cache",
     "layer_cache",
     "merge_states",
+    "mla_decode",
     "move_slots",
     "paged_attention",
     "paged_attention_csr",
@@ -45,4 +48,5 @@ __all__ = [
     "quantize",
     "warmup",
     "write_kv",
+    "write_latents",
 ]

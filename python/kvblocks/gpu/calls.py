@@ -67,10 +67,10 @@ def write_kv(cache: LayerCache, k: Array, v: Array, slot_mapping: Array, *, stre
     )
 
 
-_ATTEND = ("q", "block_tables", "seq_lens", "query_start_loc", "sinks", "alibi_slopes", "out", "lse")
+ATTEND_NAMES = ("q", "block_tables", "seq_lens", "query_start_loc", "sinks", "alibi_slopes", "out", "lse")
 
 
-def _attend(
+def attend_with(
     backend: DeviceBackend,
     cache: LayerCache,
     q: Array,
@@ -86,6 +86,7 @@ def _attend(
     soft_cap: float | None,
     split_size: int | None,
 ) -> Array:
+    """The call that `paged_attention` plans; arrays as ATTEND_NAMES names them."""
     return backend.splitting(split_size).attend(
         cache,
         q,
@@ -130,8 +131,8 @@ def paged_attention(
     are split.
     """
     return dispatcher_for(q).run(
-        _attend,
-        _ATTEND,
+        attend_with,
+        ATTEND_NAMES,
         (q, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse),
         (scale, window, soft_cap, split_size),
         cache,

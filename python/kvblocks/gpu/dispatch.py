@@ -181,7 +181,8 @@ class Dispatcher:
             )
             return call(backend, standing, *arrays[:num_arguments], *options)
 
-        return planner.plan([*views, *known.views], placed)
+        same = {num_arguments + at: num_arguments + first for at, first in enumerate(_firsts(known.views))}
+        return planner.plan([*views, *known.views], placed, same)
 
     def _meet(self, cache: LayerCache, device: int) -> _Known:
         """What is known of a cache, looked at if it is new. Raises ValueError for one of another device."""
@@ -192,7 +193,7 @@ class Dispatcher:
             (view.shape, view.strides, view.dtype.str, view.ctypes.data % ALIGNMENT) for view in views
         )
         names = tuple(name for name, _ in cache.named_arrays)
-        look = (str(cache.format), cache.block_size, cache.layout, names, looks, device)
+        look = (str(cache.format), cache.block_size, cache.layout, names, looks, _firsts(views), device)
         with self._changing:
             number = self._numbers.setdefault(look, len(self._numbers))
             gone = id(cache)
@@ -204,6 +205,12 @@ class Dispatcher:
             )
             self._known[id(cache)] = known
         return known
+
+
+def _firsts(views: Sequence[NDArray[Any]]) -> tuple[int, ...]:
+    """For each array the first that starts where it does: V of latents is a part of K."""
+    starts = [view.ctypes.data for view in views]
+    return tuple(map(starts.index, starts))
 
 
 def _address_in(workspace: Array, num_bytes: int) -> int:

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvblocks.backends import Backend, get_backend
+from kvblocks.backends.expect import check_moves
 from kvblocks.backends.foreign import DeviceArray, look_at
+from kvblocks.backends.geometry import block_arrays
 from kvblocks.formats import Format, KVFormat, parse_format
 from kvblocks.gpu import calls
 from kvblocks.layout import LayerCache
@@ -67,6 +69,19 @@ def _layer_cache(
         return made
     block_size = k_cache.shape[1 if layout == "NHD" else 2]
     return LayerCache(format=KVFormat.parse(kv_format), block_size=block_size, layout=layout, **arrays)
+
+
+def _pool(
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+    k_scales: Sequence[Tensor],
+    v_scales: Sequence[Tensor],
+    kv_format: str,
+    layout: str,
+) -> list[LayerCache]:
+    none: Sequence[Tensor | None] = [None] * len(k_caches)
+    parts = zip(k_caches, v_caches, k_scales or none, v_scales or none, strict=True)
+    return [_layer_cache(*part, kv_format, layout) for part in parts]
 
 
 def _host(tensor: Tensor) -> NDArray[Any]:
@@ -156,39 +171,34 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `calls.paged_attention`; returns (out, lse)."""
     cache_ = _layer_cache(k_cache, v_cache, k_scale, v_scale, kv_format, layout)
+    index = block_tables, seq_lens, query_start_loc
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    return _attend(cache_, v_cache.shape[-1], q, index, options, per_head, split_size)
+
+
+def _attend(
+    cache_: LayerCache,
+    head_dim_v: int,
+    q: Tensor,
+    index: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+    per_head: dict[str, Tensor | None],
+    split_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    """New (out, lse) of attention over a cache, on the device of q."""
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:2], head_dim_v), dtype=q.dtype, device=q.device)
+    tables, lens, starts = index
+    given: dict[str, Any] = options | per_head
     if q.is_cuda:
         calls.paged_attention(
-            cache_,
-            q,
-            block_tables,
-            seq_lens,
-            query_start_loc,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            out=out,
-            lse=lse,
-            split_size=split_size,
+            cache_, q, tables, lens, starts, **given, out=out, lse=lse, split_size=split_size
         )
         return out, lse
-    _cpu(kv_format).attend(
-        cache_,
-        _host(q),
-        _host(block_tables),
-        _host(seq_lens),
-        _host(query_start_loc),
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=_host_or_none(sinks),
-        alibi_slopes=_host_or_none(alibi_slopes),
-        out=_host(out),
-        lse=_host(lse),
-    )
+    given |= {name: _host_or_none(each) for name, each in per_head.items()}
+    given |= {"out": _host(out), "lse": _host(lse)}
+    _cpu(str(cache_.format)).attend(cache_, _host(q), _host(tables), _host(lens), _host(starts), **given)
     return out, lse
 
 
@@ -212,6 +222,73 @@ def _(
     split_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:2], v_cache.shape[-1])), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvblocks::write_latents", mutates_args=("latents", "scale"))
+def write_latents(
+    compressed: Tensor,
+    rotary: Tensor,
+    slot_mapping: Tensor,
+    latents: Tensor,
+    scale: Tensor | None,
+    kv_format: str,
+) -> None:
+    """See `latents.write_latents`; latents: the pool [num_blocks, block_size, 576]."""
+    dim, whole = compressed.shape[-1], latents.unsqueeze(2)
+    cache_ = _layer_cache(whole[..., :dim], whole[..., dim:], scale, scale, kv_format, "NHD")
+    k, v = compressed.unsqueeze(1), rotary.unsqueeze(1)
+    if compressed.is_cuda:
+        calls.write_kv(cache_, k, v, slot_mapping)
+    else:
+        _cpu(kv_format).write(cache_, _host(k), _host(v), _host(slot_mapping))
+
+
+@write_latents.register_fake
+def _(
+    compressed: Tensor,
+    rotary: Tensor,
+    slot_mapping: Tensor,
+    latents: Tensor,
+    scale: Tensor | None,
+    kv_format: str,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("kvblocks::mla_decode", mutates_args=())
+def mla_decode(
+    q: Tensor,
+    latents: Tensor,
+    latent_scale: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    kv_format: str,
+    scale: float,
+    head_dim_v: int = 512,
+    split_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `latents.mla_decode`; latents: the pool [num_blocks, block_size, 576]. Returns (out, lse)."""
+    whole = latents.unsqueeze(2)
+    cache_ = _layer_cache(whole, whole[..., :head_dim_v], latent_scale, latent_scale, kv_format, layout="NHD")
+    index = block_tables, seq_lens, query_start_loc
+    return _attend(cache_, head_dim_v, q, index, {"scale": scale}, {}, split_size)
+
+
+@mla_decode.register_fake
+def _(
+    q: Tensor,
+    latents: Tensor,
+    latent_scale: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    kv_format: str,
+    scale: float,
+    head_dim_v: int = 512,
+    split_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], head_dim_v)), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("kvblocks::merge_states", mutates_args=())
@@ -241,9 +318,7 @@ def copy_blocks(
     layout: str = "NHD",
 ) -> None:
     """See `calls.copy_blocks`; the scales of all layers or, where the format has none, of no layer."""
-    none: Sequence[Tensor | None] = [None] * len(k_caches)
-    parts = zip(k_caches, v_caches, k_scales or none, v_scales or none, strict=True)
-    pool = [_layer_cache(*part, kv_format, layout) for part in parts]
+    pool = _pool(k_caches, v_caches, k_scales, v_scales, kv_format, layout)
     if copies.is_cuda:
         calls.copy_blocks(pool, copies)
     else:
@@ -261,6 +336,58 @@ def _(
     layout: str = "NHD",
 ) -> None:
     return None
+
+
+@torch.library.custom_op(
+    "kvblocks::move_slots", mutates_args=("k_caches", "v_caches", "k_scales", "v_scales")
+)
+def move_slots(
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+    k_scales: Sequence[Tensor],
+    v_scales: Sequence[Tensor],
+    moves: Tensor,
+    move_start: Tensor,
+    kv_format: str,
+    layout: str = "NHD",
+) -> None:
+    """See `calls.move_slots`; the pool's tensors as for `copy_blocks`."""
+    pool = _pool(k_caches, v_caches, k_scales, v_scales, kv_format, layout)
+    if moves.is_cuda:
+        calls.move_slots(pool, moves, move_start)
+    else:
+        _move_on_host(pool, _host(moves), _host(move_start))
+
+
+@move_slots.register_fake
+def _(
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+    k_scales: Sequence[Tensor],
+    v_scales: Sequence[Tensor],
+    moves: Tensor,
+    move_start: Tensor,
+    kv_format: str,
+    layout: str = "NHD",
+) -> None:
+    return None
+
+
+def _move_on_host(pool: Sequence[LayerCache], moves: NDArray[Any], move_start: NDArray[Any]) -> None:
+    """The moves in their order; host backends have no such call. Raises what `DeviceBackend.move_slots` does."""
+    check_moves(moves, move_start)
+    if len(moves) == 0 or not pool:
+        return
+    first, end = (int(move_start[at]) for at in (0, -1))
+    for cache_ in pool:
+        if moves.max() >= cache_.num_slots:
+            raise ValueError(
+                f"moves: slot {moves.max()}, expected below the cache's {cache_.num_slots} slots"
+            )
+        for array in block_arrays(cache_):
+            for source, destination in moves[first:end].tolist():
+                if source >= 0 and destination >= 0:
+                    array[divmod(destination, cache_.block_size)] = array[divmod(source, cache_.block_size)]
 
 
 @torch.library.custom_op("kvblocks::gather_kv", mutates_args=())
