@@ -270,9 +270,8 @@ def test_tables_are_kept_with_their_pool(cupy: FakeCupy) -> None:
     copies = cupy.asarray(np.array([[2, 5]], np.int32))
     for count in range(1, 21):
         gpu.copy_blocks(caches[:count], copies)
-    device = dispatch.dispatcher_for(copies).planner(0)
-    tables = device._backend._tables
-    assert len(tables[caches[0]]) == 20
+    tables = dispatch.dispatcher_for(copies).planner(0)._backend._tables
+    assert len(tables) == 20
     del caches
     gc.collect()
     assert len(tables) == 0
