@@ -176,6 +176,23 @@ class CacheMachine(RuleBasedStateMachine):
         elif then == "preempt":
             self.give_back(handle)
 
+    @rule(data=st.data(), tokens=prompts, rejected=st.lists(st.integers(0, 6), min_size=2, max_size=4))
+    def twins(self, data: st.DataObject, tokens: list[int], rejected: list[int]) -> None:
+        """One prompt computed several times in one step, committed in another order, and some of it not accepted."""
+        prompt = self.manager.prepare(tokens)
+        admitted = [self.admit(prompt, tokens, None, DEFAULTS | {"use_cache": False}) for _ in rejected]
+        handles = [handle for handle in admitted if handle is not None]
+        self.schedule_rows(handles, [len(tokens) + 1] * len(handles), 0, True, [0])
+        running = [handle for handle in handles if self.seqs[handle].in_flight]
+        if not running:
+            return
+        steps = [self.seqs[handle].in_flight[0] for handle in running]
+        order = data.draw(st.permutations(range(len(running))))
+        counts = [max(steps[row] - rejected[row], 0) for row in order]
+        if not self.try_commit([running[row] for row in order], counts, all_ids=False):
+            assert self.on_schedule
+            assert self.try_commit(running, steps, all_ids=False)
+
     @precondition(lambda self: self.idle())
     @rule(data=st.data(), ids=st.lists(st.integers(0, 1), max_size=6))
     def advance(self, data: st.DataObject, ids: list[int]) -> None:

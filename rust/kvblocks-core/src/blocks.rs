@@ -102,6 +102,11 @@ impl Blocks {
     }
 
     #[inline]
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    #[inline]
     pub fn refs(&self, block: BlockId) -> u32 {
         self.refs[block.index()]
     }

@@ -17,7 +17,7 @@
 //!
 //! **The trap**: block ids are reused. A table read earlier is a snapshot; hold a handle, not a block id.
 //!
-//! Imports flow one way: `ids, hash -> free_list, prefix, prompt -> pool, table -> manager` and, on top of it,
+//! Imports flow one way: `ids, hash -> free_list, prompt -> prefix -> pool -> manager` and, on top of it,
 //! one file a verb group: `admission`, `step`, `commit`, `lifetime`, then `stats` and `check`.
 
 #![deny(unsafe_code)]

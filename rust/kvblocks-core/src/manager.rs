@@ -132,6 +132,7 @@ pub struct Manager {
     pub(crate) plan: Vec<RowPlan>,
     /// Scratch of a step: what its arrays are to hold of rows of one token.
     pub(crate) single: SingleRows,
+    /// Scratch of a commit.
     pub(crate) commit: CommitRows,
     /// Tables of ended sequences, to be used again.
     pub(crate) spare_tables: Vec<Vec<BlockId>>,

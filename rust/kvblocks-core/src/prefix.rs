@@ -1,5 +1,5 @@
 //! The prefix cache's index: from content to a block that holds it. Imports `blocks`, `hash`, `ids`,
-//! `prefetch`, `words`.
+//! `prefetch`, `prompt`, `words`.
 //!
 //! Content is compared, never trusted to a digest. Comparing whole prefixes would cost O(prefix) a block, so each
 //! distinct (parent content, tokens, extra keys) is given a [`ContentId`] when first published: two published blocks
@@ -22,7 +22,8 @@ use std::sync::Arc;
 use crate::blocks::Blocks;
 use crate::hash::Digest;
 use crate::ids::BlockId;
-use crate::prefetch::prefetch;
+use crate::prefetch::{prefetch, AHEAD};
+use crate::prompt::Tokens;
 use crate::words::Words;
 
 /// Identity of a published prefix; never reused.
@@ -86,7 +87,7 @@ impl Hasher for NumberHasher {
 /// Finds published blocks by content.
 pub(crate) struct PrefixIndex {
     /// `WORDS` to a bucket.
-    buckets: Words,
+    words: Words,
     num_buckets: usize,
     num_entries: usize,
     /// Later blocks of a content that the table already names, oldest first. Duplicates are rare: two requests that
@@ -160,8 +161,8 @@ impl PrefixIndex {
     pub fn new(num_blocks: usize) -> Option<Self> {
         // 57 % full at 11.2 bytes a block: few buckets overflow.
         let num_buckets = (num_blocks * 7).div_ceil(40) + 1;
-        let buckets = Words::new(WORDS * num_buckets)?;
-        Some(Self { buckets, num_buckets, num_entries: 0, twins: HashMap::default(), next_content: 1 })
+        let words = Words::new(WORDS * num_buckets)?;
+        Some(Self { words, num_buckets, num_entries: 0, twins: HashMap::default(), next_content: 1 })
     }
 
     /// The oldest block with this content. `collisions` grows by the blocks met that have the same digest and other
@@ -192,18 +193,54 @@ impl PrefixIndex {
     /// Ask for the place where a digest with these first bits is found, ahead of the look-up.
     #[inline]
     pub fn prefetch(&self, fragment: u64) {
-        prefetch(&self.buckets, WORDS * self.home(fragment));
+        prefetch(&self.words, WORDS * self.home(fragment));
     }
 
-    /// The block that a look-up would compare first, asked for ahead of it.
+    /// The block that a look-up would compare first, asked for ahead of it; a hole if there is none.
     #[inline]
-    pub fn prefetch_candidate(&self, digest: &Digest, blocks: &Blocks) -> Option<BlockId> {
+    fn prefetch_candidate(&self, digest: &Digest, blocks: &Blocks) -> BlockId {
         let bucket = self.bucket(self.home(fragment(digest)));
         let place = bucket.places(tag(fragment(digest))).trailing_zeros() as usize;
-        let block = BlockId(*bucket.blocks.get(place)?);
-        blocks.prefetch(block);
-        blocks.prefetch_tokens(block);
-        Some(block)
+        let Some(&block) = bucket.blocks.get(place) else { return BlockId::HOLE };
+        blocks.prefetch(BlockId(block));
+        blocks.prefetch_tokens(BlockId(block));
+        BlockId(block)
+    }
+
+    /// The longest run of published blocks that hold the leading blocks of a prompt after `parent`, at most `most`, pushed
+    /// to `hits`; `collisions` as in `find`. O(hits).
+    pub fn find_chain(
+        &self,
+        prompt: &Tokens,
+        mut parent: ContentId,
+        most: usize,
+        blocks: &Blocks,
+        collisions: &mut u64,
+        hits: &mut Vec<BlockId>,
+    ) {
+        // What is likely found, a few blocks ahead; its bucket is asked for twice as far ahead.
+        let mut candidates = [BlockId::HOLE; AHEAD];
+        for (to, digest) in candidates.iter_mut().zip(&prompt.hashes) {
+            *to = self.prefetch_candidate(digest, blocks);
+        }
+        let parts = prompt.ids.chunks_exact(blocks.block_size());
+        for (i, (tokens, digest)) in parts.zip(&prompt.hashes).enumerate().take(most) {
+            let wanted = Content { digest, parent, tokens, extra: prompt.extra(i) };
+            let likely = candidates[i % AHEAD];
+            let found = match likely != BlockId::HOLE && holds(likely, &wanted, blocks) {
+                true => Some(likely),
+                false => self.find(wanted, blocks, collisions),
+            };
+            let Some(block) = found else { return };
+            parent = ContentId(blocks[block].content());
+            hits.push(block);
+            if let Some(far) = prompt.hashes.get(i + 2 * AHEAD) {
+                self.prefetch(fragment(far));
+            }
+            if let Some(ahead) = prompt.hashes.get(i + AHEAD) {
+                candidates[i % AHEAD] = self.prefetch_candidate(ahead, blocks);
+            }
+        }
     }
 
     /// Publish a full block whose tokens stand beside it; returns its content. O(1) expected.
@@ -315,12 +352,12 @@ impl PrefixIndex {
 
     #[inline]
     fn bucket(&self, at: usize) -> &Bucket {
-        bytemuck::from_bytes(bytemuck::cast_slice(&self.buckets[WORDS * at..WORDS * (at + 1)]))
+        bytemuck::cast_ref(&self.words.as_chunks::<WORDS>().0[at])
     }
 
     #[inline]
     fn bucket_mut(&mut self, at: usize) -> &mut Bucket {
-        bytemuck::from_bytes_mut(bytemuck::cast_slice_mut(&mut self.buckets[WORDS * at..WORDS * (at + 1)]))
+        bytemuck::cast_mut(&mut self.words.as_chunks_mut::<WORDS>().0[at])
     }
 
     /// Enter a block in the first bucket that has a place.
@@ -359,7 +396,7 @@ impl PrefixIndex {
 
 /// Whether a published block holds the content that is wanted.
 #[inline]
-pub(crate) fn holds(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
+fn holds(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
     blocks[block].parent() == wanted.parent.as_parent(wanted.extra) && same_part(block, wanted, blocks)
 }
 

@@ -36,6 +36,13 @@ enum Call {
     Commit {
         rows: Vec<(usize, usize)>,
     },
+    /// Compute one prompt several times at once, none hitting the other, and commit them in another order; of each some
+    /// last tokens are not accepted.
+    Twins {
+        tokens: Vec<u32>,
+        rows: Vec<(usize, Vec<u32>)>,
+        order: Vec<usize>,
+    },
     /// Schedule and commit the rest of the known tokens and `extra` more.
     Advance {
         seq: usize,
@@ -115,6 +122,15 @@ struct Options {
 }
 
 impl Options {
+    const DEFAULT: Self = Self {
+        reserve: None,
+        use_cache: true,
+        recompute_last: false,
+        max_tokens: None,
+        max_resident: None,
+        namespace: 0,
+    };
+
     fn strategy() -> impl Strategy<Value = Options> {
         (
             prop::option::of(0..24usize),
@@ -228,6 +244,12 @@ impl ReferenceStateMachine for Reference {
                     layout: Layout { is_padded, is_appended },
                 }),
             8 => prop::collection::vec((any::<usize>(), 0..10usize), 1..4).prop_map(|rows| Call::Commit { rows }),
+            3 => (tokens(), prop::collection::vec((prop_oneof![2 => Just(0), 1 => 1..10usize], ids()), 2..5))
+                .prop_flat_map(|(tokens, rows)| {
+                    let order = Just((0..rows.len()).collect()).prop_shuffle();
+                    (Just(tokens), Just(rows), order)
+                })
+                .prop_map(|(tokens, rows, order)| Call::Twins { tokens, rows, order }),
             8 => (any::<usize>(), 0..6usize, ids()).prop_map(|(seq, extra, ids)| Call::Advance { seq, extra, ids }),
             2 => (seqs(), 0..3usize).prop_map(|(seqs, num_children)| Call::Fork { seqs, num_children }),
             4 => (any::<usize>(), 0..24usize, any::<bool>())
@@ -550,6 +572,27 @@ impl Test {
         }
     }
 
+    fn twins(&mut self, tokens: &[u32], rows: &[(usize, Vec<u32>)], order: &[usize]) {
+        let prompt = self.manager.preparer().prepare(tokens, Keys::default()).unwrap();
+        let known: Vec<Name> = self.naive().seqs.keys().copied().collect();
+        for _ in rows {
+            self.allocate(&prompt, Options { use_cache: false, ..Options::DEFAULT }, None);
+        }
+        let twins: Vec<Name> =
+            self.naive().seqs.keys().copied().filter(|name| !known.contains(name)).collect();
+        // A token more than is known, of some the same.
+        let batch: Vec<_> =
+            twins.iter().zip(rows).map(|(&name, row)| (name, tokens.len() + 1, 0, row.1.clone())).collect();
+        self.schedule_batch(batch, true, Layout { is_padded: false, is_appended: false });
+        let counts = order.iter().filter_map(|&row| {
+            let name = *twins.get(row)?;
+            let step = self.reference.naive.seqs[&name].in_flight.first()?.0;
+            Some((name, step.saturating_sub(rows[row].0)))
+        });
+        let counts = counts.collect();
+        self.commit_batch(counts);
+    }
+
     fn fork(&mut self, names: &[Name], num_children: usize) {
         let handles: Vec<_> = names.iter().map(|&name| self.handle(name)).collect();
         let mut children = Vec::new();
@@ -720,6 +763,7 @@ impl StateMachineTest for Test {
                     test.advance(name, extra, ids.clone());
                 }
             }
+            Call::Twins { tokens, rows, order } => test.twins(&tokens, &rows, &order),
             Call::Fork { seqs, num_children } => {
                 let names = test.reference.pick(seqs);
                 test.fork(&names, num_children);

@@ -1,0 +1,144 @@
+//! What the blocks of the pool hold: token ids, how far each is written, and what can be found. Part of `pool`.
+//!
+//! Invariant: `fill` of a block is its written high-water mark, and `used_slots` sums it over live blocks.
+
+use std::sync::Arc;
+
+use super::Pool;
+use crate::hash::Digest;
+use crate::ids::BlockId;
+use crate::prefix::{ContentId, Link};
+use crate::prompt::Tokens;
+
+impl Pool {
+    /// Raise the written high-water mark of a live block; returns by how much, which the caller counts. O(1).
+    #[inline]
+    fn raise_uncounted(&mut self, block: BlockId, fill: usize) -> u32 {
+        let record = &mut self.blocks[block];
+        let raised = (fill as u32).saturating_sub(record.fill);
+        record.fill += raised;
+        raised
+    }
+
+    /// Raise the written high-water mark of a live block. O(1).
+    #[inline]
+    pub fn raise_fill(&mut self, block: BlockId, fill: usize) {
+        let raised = self.raise_uncounted(block, fill);
+        let namespace = self.blocks[block].namespace;
+        self.count_written(raised, namespace);
+    }
+
+    /// Ask for where a token goes, ahead of `store_each`.
+    #[inline]
+    pub fn prefetch_token(&self, block: BlockId, offset: usize) {
+        self.blocks.prefetch(block);
+        self.blocks.prefetch_token(block, offset);
+    }
+
+    /// Write ids of single tokens, each into its slot (block, offset), and raise the marks of the blocks. O(ids).
+    #[inline]
+    pub fn store_each(&mut self, slots: &[(BlockId, u32)], ids: &[u32]) {
+        // Neighbours are mostly of the same namespace.
+        let (mut written, mut namespace) = (0, 0);
+        for (&(block, offset), &id) in slots.iter().zip(ids) {
+            self.blocks.write_token(block, offset as usize, id);
+            let record = &mut self.blocks[block];
+            let raised = (offset + 1).saturating_sub(record.fill);
+            record.fill += raised;
+            if record.namespace != namespace {
+                let next = record.namespace;
+                self.count_written(std::mem::take(&mut written), namespace);
+                namespace = next;
+            }
+            written += raised;
+        }
+        self.count_written(written, namespace);
+    }
+
+    /// Count slots by which marks were raised. O(1).
+    #[inline]
+    pub fn count_written(&mut self, raised: u32, namespace: u32) {
+        self.used_slots += u64::from(raised);
+        self.namespaces.usage(namespace).used_slots += u64::from(raised);
+    }
+
+    /// Write ids beside the blocks that hold the positions from `at` on, and raise their marks. O(ids).
+    #[inline]
+    pub fn store(&mut self, table: &[BlockId], namespace: u32, mut at: usize, mut ids: &[u32]) {
+        let size = self.block_size;
+        let mut raised = 0;
+        while !ids.is_empty() {
+            let (block, offset) = (table[size.column(at)], size.offset(at));
+            let (now, later) = ids.split_at(ids.len().min(size.get() - offset));
+            self.blocks.write_tokens(block, offset, now);
+            raised += self.raise_uncounted(block, offset + now.len());
+            at += now.len();
+            ids = later;
+        }
+        self.count_written(raised, namespace);
+    }
+
+    /// Lower the mark of a live block to `fill`; for its sole owner only. O(1).
+    pub fn lower_fill(&mut self, block: BlockId, fill: usize) {
+        let record = &mut self.blocks[block];
+        let lowered = record.fill.saturating_sub(fill as u32);
+        record.fill -= lowered;
+        let namespace = record.namespace;
+        self.used_slots -= u64::from(lowered);
+        self.namespaces.usage(namespace).used_slots -= u64::from(lowered);
+    }
+
+    /// Make a block's content unfindable. A cached block is then free. O(1).
+    pub fn withdraw(&mut self, block: BlockId) {
+        let Some(index) = &mut self.index else { return };
+        index.withdraw(block, &mut self.blocks);
+        let (refs, namespace) = (self.blocks.refs(block), self.blocks[block].namespace);
+        if refs == 0 {
+            self.list.unlink(block, &mut self.blocks);
+            self.num_cached -= 1;
+            self.namespaces.usage(namespace).cached_blocks -= 1;
+            self.list.push_unpublished(block, &mut self.blocks);
+        }
+        self.namespaces.drop_ref(namespace);
+    }
+
+    /// The longest run of published blocks that hold the leading blocks of a prompt, pushed to `hits`. O(hits).
+    pub fn find_prefix(&mut self, prompt: &Tokens, most: usize, hits: &mut Vec<BlockId>) {
+        let (Some(index), Some(namespace)) = (&self.index, self.namespaces.find(&prompt.namespace)) else {
+            return;
+        };
+        let root = ContentId::root(namespace);
+        index.find_chain(prompt, root, most, &self.blocks, &mut self.collisions, hits);
+    }
+
+    /// Digest of a full block after `parent`. O(block_size).
+    #[inline]
+    pub fn digest(&self, block: BlockId, parent: &Link, extra: Option<&Arc<[u8]>>) -> Digest {
+        let extra = extra.map_or(&[][..], |extra| &extra[..]);
+        self.hasher.block(parent.digest, self.blocks.tokens(block), extra)
+    }
+
+    /// Publish a full live block after `parent`; `digest` where it is known already. Returns its chain value. The caller
+    /// counts it in its namespace. O(block_size).
+    #[inline]
+    pub fn publish(
+        &mut self,
+        block: BlockId,
+        parent: &Link,
+        digest: Option<&Digest>,
+        extra: Option<&Arc<[u8]>>,
+    ) -> Option<Link> {
+        let digest = match digest {
+            Some(digest) => *digest,
+            None => self.digest(block, parent, extra),
+        };
+        let index = self.index.as_mut()?;
+        let content = index.publish(block, &digest, parent.content, extra, &mut self.blocks);
+        Some(Link { digest, content })
+    }
+
+    /// The oldest block with the content of a published one, if that is another. O(1) expected, and O(twins).
+    pub fn older_twin(&self, block: BlockId) -> Option<BlockId> {
+        self.index.as_ref()?.older_twin(block, &self.blocks)
+    }
+}
