@@ -105,7 +105,7 @@ impl Task for Load<'_> {
 #[inline(always)]
 fn ask<S: Simd>(simd: S, scales: &[f16]) {
     for line in scales.chunks(LINE_BYTES / size_of::<f16>()) {
-        simd.prefetch(line.as_ptr().cast());
+        simd.prefetch_far(line.as_ptr().cast());
     }
 }
 
@@ -188,7 +188,7 @@ impl<'a> Rows<'a> {
         let head = self.data.as_ptr().wrapping_add(head * self.head_stride);
         for next in &self.next[keys] {
             for line in (0..self.dim * self.bits / 8).step_by(LINE_BYTES) {
-                simd.prefetch(head.wrapping_add(next + line));
+                simd.prefetch_far(head.wrapping_add(next + line));
             }
         }
     }

@@ -9,6 +9,7 @@
 
 mod checks;
 mod grouped;
+mod lines;
 mod narrow;
 mod plan;
 mod products;
@@ -17,6 +18,7 @@ mod wide;
 
 use std::ops::Range;
 
+use self::lines::Lines;
 use self::plan::{Plan, Unit};
 use crate::code::{convert, with_floats, Code, Elements, ElementsMut};
 use crate::error::{check_len, product, Error, Result};
@@ -149,9 +151,10 @@ pub fn attend(
     let plan = Plan::new(&call, execution);
     let head_dim_v = call.head_dim_v();
     let mut states = vec![State::NOTHING; plan.num_partials * num_q_heads];
-    let mut sums = vec![0.0; plan.num_partials * num_q_heads * head_dim_v];
+    let mut sums = Lines::default();
+    let sums = sums.filled(plan.num_partials * num_q_heads * head_dim_v, 0.0);
     {
-        let partials = Partials { states: Parts::new(&mut states), sums: Parts::new(&mut sums) };
+        let partials = Partials { states: Parts::new(&mut states), sums: Parts::new(sums) };
         for_each(plan.units.len(), execution.num_threads, Scratch::default, |scratch, index| {
             let unit = &plan.units[index];
             execution.isa.run(RunUnit { call: &call, unit, partials: &partials, scratch });
@@ -162,7 +165,7 @@ pub fn attend(
         let lse = lse.map(Parts::new);
         let merged = |_: &mut (), chunk: usize| {
             let tokens = chunk * MERGE_TOKENS..num_tokens.min((chunk + 1) * MERGE_TOKENS);
-            execution.isa.run(Merge { call: &call, plan: &plan, states: &states, sums: &sums, tokens, out: &out, lse: lse.as_ref() });
+            execution.isa.run(Merge { call: &call, plan: &plan, states: &states, sums, tokens, out: &out, lse: lse.as_ref() });
         };
         for_each(num_tokens.div_ceil(MERGE_TOKENS), execution.num_threads, || (), merged);
     }, else {});

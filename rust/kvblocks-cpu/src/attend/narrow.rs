@@ -5,8 +5,9 @@
 //! Invariant: only visible keys are read.
 
 use super::grouped;
-use super::products::{are_bf16, num_steps, Logits, Order, Rows, Sums};
-use super::tile::{Ahead, Tile, TILE};
+use super::lines::Lines;
+use super::products::{are_bf16, Logits, Order, Rows, Sums};
+use super::tile::{Tile, TILE};
 use super::{soft_cap, Call, Partials, State, Unit};
 use crate::code::with_elements;
 use crate::math::exp;
@@ -19,23 +20,24 @@ pub(super) struct Scratch {
     /// One query, or one output.
     row: Vec<f32>,
     /// `[num_q_heads, head_dim padded to lanes]`, as `Order` has them.
-    q: Vec<f32>,
+    q: Lines,
     /// Of K and V, where they have groups.
     scales: [grouped::Scales; 2],
     /// `[num_q_heads, TILE]`: logits, then weights.
-    weights: Vec<f32>,
+    weights: Lines,
     /// `[2, num_heads, TILE]`: what K and V of a token are multiplied with.
-    factors: Vec<f32>,
+    factors: Lines,
+    /// `[num_q_heads, lanes]`: the weights so far, added up.
+    lane_sums: Lines,
     tiles: [Tile; 2],
-    ahead: Ahead,
 }
 
 impl Default for Scratch {
     fn default() -> Self {
         let tiles = [Tile::EMPTY, Tile::EMPTY];
-        let [row, q, weights, factors] = [const { Vec::new() }; 4];
         let scales = [grouped::Scales::EMPTY; 2];
-        Self { row, scales, q, weights, factors, tiles, ahead: Ahead::default() }
+        let [q, weights, factors, lane_sums] = std::array::from_fn(|_| Lines::default());
+        Self { row: Vec::new(), scales, q, weights, factors, lane_sums, tiles }
     }
 }
 
@@ -52,34 +54,31 @@ pub(super) fn run<S: Simd>(
     let q_heads = unit.heads.start * group..unit.heads.end * group;
     let source = call.source(unit);
     let (k_order, v_order) = (order::<S>(source.k), order::<S>(source.v));
-    let Scratch { row, scales: [k_scales, v_scales], q, weights, factors, tiles: [now, next], ahead } =
+    let Scratch { row, scales: [k_scales, v_scales], q, weights, factors, lane_sums, tiles: [now, next] } =
         scratch;
     row.resize(head_dim.max(head_dim_v), 0.0);
     let q_stride = head_dim.next_multiple_of(2 * S::LANES);
-    q.clear();
-    q.resize(q_heads.len() * q_stride, 0.0);
-    // The queries, then, if they are bf16 numbers all of them, once more in pairs.
+    let q = q.filled(q_heads.len() * q_stride, 0.0);
     let mut exact = S::BF16 && k_order.in_pairs();
-    for pass in 0..2 {
-        if pass == 1 && !exact {
-            break;
+    for (to, head) in q.chunks_exact_mut(q_stride).zip(q_heads.clone()) {
+        let to = &mut to[..head_dim];
+        call.load_query(simd, unit.queries.start, head, to);
+        if let Scaling::Channel(scale) = source.k.scaling {
+            let scale = &scale[head / group * head_dim..][..head_dim];
+            to.iter_mut().zip(scale).for_each(|(value, scale)| *value *= scale);
         }
-        let mut all = exact;
-        for (to, head) in q.chunks_exact_mut(q_stride).zip(q_heads.clone()) {
-            let row = &mut row[..head_dim];
-            call.load_query(simd, unit.queries.start, head, row);
-            if let Scaling::Channel(scale) = source.k.scaling {
-                let scale = &scale[head / group * head_dim..][..head_dim];
-                row.iter_mut().zip(scale).for_each(|(value, scale)| *value *= scale);
-            }
-            all &= are_bf16(row);
-            k_order.arrange::<S>(row, pass == 1, to);
-        }
-        exact = all;
+        exact &= are_bf16(to);
     }
-    weights.resize(q_heads.len() * TILE, 0.0);
-    factors.clear();
-    factors.resize(2 * unit.heads.len() * TILE, 1.0);
+    if k_order.in_pairs() {
+        for to in q.chunks_exact_mut(q_stride) {
+            let row = &mut row[..head_dim];
+            row.copy_from_slice(&to[..head_dim]);
+            k_order.arrange::<S>(row, exact, to);
+        }
+    }
+    let weights = weights.filled(q_heads.len() * TILE, 0.0);
+    let factors = factors.filled(2 * unit.heads.len() * TILE, 1.0);
+    let lane_sums = lane_sums.filled(q_heads.len() * S::LANES, 0.0);
     // SAFETY: no other unit has these heads of this partial result.
     let (states, sums) = unsafe { partials.of(call, unit.partial, q_heads.clone()) };
 
@@ -87,11 +86,7 @@ pub(super) fn run<S: Simd>(
     now.locate(&source, first, &unit.keys);
     while now.len > 0 {
         next.locate(&source, first + now.len, &unit.keys);
-        ahead.clear();
-        ahead.add(source.k, &next.k[..next.len], unit.heads.clone());
-        ahead.add(source.v, &next.v[..next.len], unit.heads.clone());
-        let (orders, dims) = ([&k_order, &v_order], [head_dim, head_dim_v]);
-        ahead.spread(num_steps::<S>(orders, dims, now.len, unit.heads.len(), group));
+        let [k_next, v_next] = if next.len == 0 { [&now.k, &now.v] } else { [&next.k, &next.v] };
         for (part, cache) in [source.k, source.v].into_iter().enumerate() {
             if matches!(cache.scaling, Scaling::Head(_) | Scaling::TokenHead(_)) {
                 let factors = &mut factors[part * unit.heads.len() * TILE..][..unit.heads.len() * TILE];
@@ -105,17 +100,14 @@ pub(super) fn run<S: Simd>(
         }
 
         if source.k.scaling.is_factor() {
-            with_elements!(Elements, source.k.data, data => simd.vectorize(Logits {
+            with_elements!(Elements, source.k.data, data => Logits {
                 q,
                 q_stride,
                 in_pairs: k_order.in_pairs(),
                 exact,
-                rows: Rows::new(data, &source.k.paged, unit.heads.clone(), group),
-                tokens: &now.k,
-                len: now.len,
+                rows: Rows::new(data, &source.k.paged, unit.heads.clone(), group, &now.k, now.len, k_next),
                 logits: weights,
-                ahead,
-            }));
+            }.run(simd));
         } else {
             load_scales(simd, source.k, (now, next), unit, k_scales);
             if let Some(rows) =
@@ -135,19 +127,16 @@ pub(super) fn run<S: Simd>(
             v_factors,
             weights,
             states,
+            lane_sums,
             sums,
-            ahead,
         });
         if source.v.scaling.is_factor() {
-            with_elements!(Elements, source.v.data, data => simd.vectorize(Sums {
+            with_elements!(Elements, source.v.data, data => Sums {
                 weights,
                 in_pairs: v_order.in_pairs(),
-                rows: Rows::new(data, &source.v.paged, unit.heads.clone(), group),
-                tokens: &now.v,
-                len: now.len,
+                rows: Rows::new(data, &source.v.paged, unit.heads.clone(), group, &now.v, now.len, v_next),
                 sums,
-                ahead,
-            }));
+            }.run(simd));
         } else {
             load_scales(simd, source.v, (now, next), unit, v_scales);
             if let Some(rows) =
@@ -158,6 +147,10 @@ pub(super) fn run<S: Simd>(
         }
         first += now.len;
         std::mem::swap(now, next);
+    }
+    for (state, lane_sums) in states.iter_mut().zip(lane_sums.chunks_exact(S::LANES)) {
+        // SAFETY: a chunk has the lanes.
+        state.sum = simd.sum(unsafe { simd.load(lane_sums.as_ptr()) });
     }
     for sums in sums.chunks_exact_mut(head_dim_v) {
         if v_order.in_pairs() {
@@ -208,8 +201,9 @@ struct Weights<'a, 'b> {
     /// `[num_q_heads, TILE]`.
     weights: &'a mut [f32],
     states: &'a mut [State],
+    /// `[num_q_heads, lanes]`.
+    lane_sums: &'a mut [f32],
     sums: &'a mut [f32],
-    ahead: &'a mut Ahead,
 }
 
 impl Task for Weights<'_, '_> {
@@ -220,14 +214,14 @@ impl Task for Weights<'_, '_> {
         let options = &self.call.options;
         let (head_dim_v, group) = (self.call.head_dim_v(), self.call.group());
         let scale = simd.splat(options.scale);
-        let rows =
-            self.weights.chunks_exact_mut(TILE).zip(self.states).zip(self.sums.chunks_exact_mut(head_dim_v));
+        let rows = (self.weights.chunks_exact_mut(TILE).zip(self.states))
+            .zip(self.sums.chunks_exact_mut(head_dim_v).zip(self.lane_sums.chunks_exact_mut(S::LANES)));
         let padded = self.len.next_multiple_of(S::LANES);
-        for (index, ((weights, state), sums)) in rows.enumerate() {
+        for (index, ((weights, state), (sums, lane_sums))) in rows.enumerate() {
             let slope = options.alibi_slopes.map(|slopes| slopes[self.head + index]);
             let k_factors = self.k_factors[index / group * TILE..][..TILE].as_ptr();
             let v_factors = self.v_factors[index / group * TILE..][..TILE].as_ptr();
-            // SAFETY: padded is at most TILE, and a multiple of the lanes.
+            // SAFETY: padded is at most TILE, and a multiple of the lanes; of the sums there are as many.
             unsafe {
                 let weights_at = weights.as_mut_ptr();
                 let mut highest = simd.splat(f32::NEG_INFINITY);
@@ -248,21 +242,21 @@ impl Task for Weights<'_, '_> {
                     simd.store(weights_at.add(at), logit);
                     highest = simd.max(highest, logit);
                 }
-                let (rescale, base) = state.rise(simd.highest(highest));
+                // After some tiles there is seldom a new maximum, and a mask is found sooner than one.
+                let rises = simd.any(simd.less(simd.splat(state.highest), highest));
+                let (rescale, base) =
+                    state.rise(if rises { simd.highest(highest) } else { f32::NEG_INFINITY });
                 if rescale != 1.0 {
                     sums.iter_mut().for_each(|sum| *sum *= rescale);
                 }
                 let base = simd.splat(base);
-                let mut sum = simd.splat(0.0);
+                let mut sum = simd.mul(simd.splat(rescale), simd.load(lane_sums.as_ptr()));
                 for at in (0..padded).step_by(S::LANES) {
-                    // Twice, as this takes about two steps of the products.
-                    self.ahead.step(simd);
-                    self.ahead.step(simd);
                     let weight = exp(simd, simd.sub(simd.load(weights_at.add(at)), base));
                     sum = simd.add(sum, weight);
                     simd.store(weights_at.add(at), simd.mul(weight, simd.load(v_factors.add(at))));
                 }
-                state.sum = state.sum * rescale + simd.sum(sum);
+                simd.store(lane_sums.as_mut_ptr(), sum);
             }
         }
     }

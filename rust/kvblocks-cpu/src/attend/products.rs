@@ -6,62 +6,59 @@
 
 use std::ops::Range;
 
-use super::tile::{Ahead, TILE};
+use super::tile::TILE;
 use crate::code::Code;
 use crate::paged::Paged;
 use crate::simd::{Simd, Task, MAX_LANES};
 
 /// How the elements of a row stand in a query's scratch, or in sums.
 pub(super) struct Order {
-    /// Elements of a block, if rows go in pairs; else 0.
-    block: usize,
-    place_of_pair: fn(usize, usize) -> usize,
+    /// If rows go in pairs, the elements that are low halves, by vector and lane; the high ones come next in the row.
+    pairs: Vec<usize>,
 }
 
 impl Order {
     /// The order for rows of a slice's elements.
     pub(super) fn of<S: Simd, T: Code>(_: &[T], dim: usize) -> Self {
-        let block = T::vectors_of_pairs::<S>() * 2 * S::LANES;
-        let whole = block > 0 && dim.is_multiple_of(block);
-        Self { block: if whole { block } else { 0 }, place_of_pair: T::place_of_pair }
+        let vectors = T::vectors_of_pairs::<S>();
+        let block = vectors * 2 * S::LANES;
+        let num_pairs = if block > 0 && dim.is_multiple_of(block) { dim / 2 } else { 0 };
+        let element = |pair: usize| {
+            let (vector, lane) = (pair / S::LANES, pair % S::LANES);
+            vector / vectors * block + T::place_of_pair(vector % vectors, lane)
+        };
+        Self { pairs: (0..num_pairs).map(element).collect() }
     }
 
     pub(super) fn in_pairs(&self) -> bool {
-        self.block > 0
-    }
-
-    /// The elements whose halves share a lane, by vector and lane: the low ones; the high ones come next.
-    fn pairs<S: Simd>(&self, dim: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
-        let vectors = self.block / (2 * S::LANES);
-        (0..dim / (2 * S::LANES)).flat_map(move |vector| {
-            let start = vector / vectors * self.block;
-            (0..S::LANES)
-                .map(move |lane| (vector, lane, start + (self.place_of_pair)(vector % vectors, lane)))
-        })
+        !self.pairs.is_empty()
     }
 
     /// Put a query where `Logits` wants it: in pairs of bf16 if that is exact, and in f32 otherwise.
+    #[inline(always)]
     pub(super) fn arrange<S: Simd>(&self, row: &[f32], exact: bool, to: &mut [f32]) {
-        if !self.in_pairs() {
-            to[..row.len()].copy_from_slice(row);
-            return;
-        }
-        for (vector, lane, element) in self.pairs::<S>(row.len()) {
-            let pair = [row[element], row[element + 1]];
-            if exact {
-                to[vector * S::LANES + lane] = f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits());
-            } else {
-                to[2 * vector * S::LANES + lane] = pair[0];
-                to[(2 * vector + 1) * S::LANES + lane] = pair[1];
+        for (vector, pairs) in self.pairs.chunks_exact(S::LANES).enumerate() {
+            for (lane, &element) in pairs.iter().enumerate() {
+                let pair = [row[element], row[element + 1]];
+                if exact {
+                    to[vector * S::LANES + lane] =
+                        f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits());
+                } else {
+                    to[2 * vector * S::LANES + lane] = pair[0];
+                    to[(2 * vector + 1) * S::LANES + lane] = pair[1];
+                }
             }
         }
     }
 
     /// Put sums in pairs back into the order of the elements; `row` is scratch of the same length.
+    #[inline(always)]
     pub(super) fn restore<S: Simd>(&self, sums: &mut [f32], row: &mut [f32]) {
-        for (vector, lane, element) in self.pairs::<S>(sums.len()) {
-            row[element] = sums[2 * vector * S::LANES + lane];
-            row[element + 1] = sums[(2 * vector + 1) * S::LANES + lane];
+        for (vector, pairs) in self.pairs.chunks_exact(S::LANES).enumerate() {
+            for (lane, &element) in pairs.iter().enumerate() {
+                row[element] = sums[2 * vector * S::LANES + lane];
+                row[element + 1] = sums[(2 * vector + 1) * S::LANES + lane];
+            }
         }
         sums.copy_from_slice(row);
     }
@@ -72,75 +69,78 @@ pub(super) fn are_bf16(values: &[f32]) -> bool {
     values.iter().fold(0, |bits, value| bits | value.to_bits()) & 0xFFFF == 0
 }
 
-/// Call `$self.$method::<S, HEADS, ..>(simd, head, tokens)` for some tokens and all query heads, four, two or one of them
-/// at a time.
-///
-/// The tokens come in the order in which their rows lie in memory, for the processor to read ahead of them: where the
-/// heads of a token lie side by side, a few tokens for all heads; else all tokens of a head.
+/// Run a body for the query heads of a group, four, two or one of them at a time: `$first` stands for the first of them
+/// in the group, `$heads` for how many they are.
 macro_rules! for_heads {
-    ($self:ident, $simd:ident, $tokens:expr, $method:ident $(, $more:literal)*) => {{
-        let tokens = $self.len;
-        let together = if $self.rows.heads_together { $tokens } else { tokens };
-        for first in (0..tokens).step_by(together) {
-            let some = first..tokens.min(first + together);
-            for kv_head in 0..$self.rows.num_heads {
-                let last = (kv_head + 1) * $self.rows.group;
-                let mut head = kv_head * $self.rows.group;
-                // Four heads times four keys or vectors need more registers than narrow sets have.
-                while S::LANES == MAX_LANES && last - head >= 4 {
-                    $self.$method::<S, 4 $(, $more)*>($simd, kv_head, head, some.clone());
-                    head += 4;
-                }
-                while last - head >= 2 {
-                    $self.$method::<S, 2 $(, $more)*>($simd, kv_head, head, some.clone());
-                    head += 2;
-                }
-                if head < last {
-                    $self.$method::<S, 1 $(, $more)*>($simd, kv_head, head, some.clone());
-                }
-            }
+    ($group:expr, $first:ident, $heads:ident => $body:expr) => {{
+        let mut $first = 0;
+        // Four heads times four keys or vectors need more registers than narrow sets have.
+        while S::LANES == MAX_LANES && $group - $first >= 4 {
+            const $heads: usize = 4;
+            $body;
+            $first += 4;
+        }
+        while $group - $first >= 2 {
+            const $heads: usize = 2;
+            $body;
+            $first += 2;
+        }
+        if $first < $group {
+            const $heads: usize = 1;
+            $body;
         }
     }};
 }
 
-/// About how often `Logits`, `Sums` and the weights between them ask for what comes next.
-pub(super) fn num_steps<S: Simd>(
-    orders: [&Order; 2],
-    dims: [usize; 2],
-    len: usize,
-    num_heads: usize,
-    group: usize,
-) -> usize {
-    let k_step = if orders[0].in_pairs() { orders[0].block } else { S::LANES };
-    let keys = len.div_ceil(4) * dims[0].div_ceil(k_step);
-    let values = len * dims[1].div_ceil(4 * S::LANES);
-    num_heads * (passes::<S>(group) * (keys + values) + group * 2 * len.div_ceil(S::LANES))
+/// Run a body with `$dim` standing for the elements of a row; for four heads and the usual rows as a constant, so that
+/// loops over a row, which are short, are unrolled.
+macro_rules! with_dim {
+    ($heads:ident, $value:expr, $dim:ident => $body:expr) => {
+        match $value {
+            128 if $heads == 4 => {
+                let $dim = 128;
+                $body
+            }
+            64 if $heads == 4 => {
+                let $dim = 64;
+                $body
+            }
+            $dim => $body,
+        }
+    };
 }
 
-/// How often all query heads of a group are gone through, in fours, twos and ones.
-fn passes<S: Simd>(group: usize) -> usize {
-    let (fours, rest) = if S::LANES == MAX_LANES { (group / 4, group % 4) } else { (0, group) };
-    fours + rest / 2 + rest % 2
-}
-
-/// The rows of some heads of K or V.
-pub(super) struct Rows<T> {
+/// The rows of some heads of K or V in a tile.
+pub(super) struct Rows<'a, T> {
     /// Base of the rows of the first head, which tokens are offsets to.
-    pub data: *const T,
+    data: *const T,
     /// Elements of a row.
-    pub dim: usize,
+    dim: usize,
     /// Elements between two heads of a token.
-    pub head_stride: usize,
-    pub num_heads: usize,
+    head_stride: usize,
+    num_heads: usize,
     /// Query heads that share a head.
-    pub group: usize,
+    group: usize,
     /// Whether the heads of a token lie side by side.
-    pub heads_together: bool,
+    heads_together: bool,
+    /// As in `Tile`; `len` of them count.
+    tokens: &'a [usize; TILE],
+    len: usize,
+    /// Those of the next tile, or of this one again.
+    next: &'a [usize; TILE],
 }
 
-impl<T: Code> Rows<T> {
+impl<'a, T: Code> Rows<'a, T> {
     /// The rows of some heads.
-    pub(super) fn new(data: &[T], paged: &Paged, heads: Range<usize>, group: usize) -> Self {
+    pub(super) fn new(
+        data: &[T],
+        paged: &Paged,
+        heads: Range<usize>,
+        group: usize,
+        tokens: &'a [usize; TILE],
+        len: usize,
+        next: &'a [usize; TILE],
+    ) -> Self {
         Self {
             // Within the storage, as the head has rows.
             data: data[heads.start * paged.head_stride..].as_ptr(),
@@ -149,21 +149,74 @@ impl<T: Code> Rows<T> {
             num_heads: heads.len(),
             group,
             heads_together: paged.head_stride <= paged.token_stride,
+            tokens,
+            len,
+            next,
         }
     }
 
-    /// # Safety
-    /// The head is one of these and the token one of the tile.
+    fn row_bytes(&self) -> usize {
+        self.dim * size_of::<T>()
+    }
+
+    /// Call for each head with some tokens, in the order in which their rows lie in memory, for the processor to read
+    /// ahead of them: where the heads of a token lie side by side, `together` tokens for all heads; else all of a head.
     #[inline(always)]
-    unsafe fn at(&self, head: usize, token: usize) -> *const T {
-        // SAFETY: the caller's.
-        unsafe { self.data.add(head * self.head_stride + token) }
+    fn for_each(&self, together: usize, mut call: impl FnMut(usize, Range<usize>)) {
+        let together = if self.heads_together { together } else { TILE };
+        for first in (0..self.len).step_by(together) {
+            for head in 0..self.num_heads {
+                call(head, first..self.len.min(first + together));
+            }
+        }
+    }
+
+    /// Where rows of a head start: those of some tokens, and what stands in their places in the next tile.
+    ///
+    /// # Safety
+    /// The head is one of these, and the tokens are some of the tile.
+    #[inline(always)]
+    unsafe fn at<const TOKENS: usize>(&self, head: usize, first: usize) -> [Place<T>; TOKENS] {
+        let head = self.data.wrapping_add(head * self.head_stride);
+        std::array::from_fn(|index| {
+            // SAFETY: the caller's.
+            let (this, next) =
+                unsafe { (self.tokens.get_unchecked(first + index), self.next.get_unchecked(first + index)) };
+            Place { row: head.wrapping_add(*this), next: head.wrapping_add(*next) }
+        })
     }
 }
 
-/// Tokens whose K is taken at once where the heads of a token lie side by side, and whose V is.
-const K_TOKENS: usize = 4;
+/// A row of a tile, and the one in its place in the next tile.
+#[derive(Clone, Copy)]
+struct Place<T> {
+    row: *const T,
+    next: *const T,
+}
+
+impl<T> Place<T> {
+    /// Ask for some bytes of the next row from an element on, and for as many of this one `distance` elements further,
+    /// which are in a farther cache by now.
+    ///
+    /// So what is computed on is asked for twice, both times in the order of the computation: memory is read at one
+    /// pace, in runs that the processor sees, and what is used over and over stays in the first-level cache.
+    #[inline(always)]
+    fn ask<S: Simd>(self, simd: S, element: usize, bytes: usize, distance: usize) {
+        for byte in (0..bytes).step_by(LINE_BYTES) {
+            simd.prefetch_far(self.next.wrapping_add(element).cast::<u8>().wrapping_add(byte));
+            simd.prefetch_near(self.row.wrapping_add(element + distance).cast::<u8>().wrapping_add(byte));
+        }
+    }
+}
+
+const LINE_BYTES: usize = 64;
+
+/// Tokens whose V is taken at once where the heads of a token lie side by side.
 const V_TOKENS: usize = 8;
+
+/// Bytes of a row from which on two keys are taken at a time and not four: so many that four of them, which lie as far
+/// apart as all heads of a token take, and the queries are more than the first-level cache keeps.
+const LONG_ROW_BYTES: usize = 512;
 
 /// q.k of some heads and the keys of a tile.
 pub(super) struct Logits<'a, T> {
@@ -173,151 +226,179 @@ pub(super) struct Logits<'a, T> {
     pub in_pairs: bool,
     /// Whether the queries are in pairs as well.
     pub exact: bool,
-    pub rows: Rows<T>,
-    /// As in `Tile`; `len` of them count.
-    pub tokens: &'a [usize; TILE],
-    pub len: usize,
+    pub rows: Rows<'a, T>,
     /// `[num_q_heads, TILE]`.
     pub logits: &'a mut [f32],
-    pub ahead: &'a mut Ahead,
 }
 
-impl<T: Code> Task for Logits<'_, T> {
+/// How queries and keys are multiplied.
+const ELEMENTS: u8 = 0;
+const PAIRS_OF_K: u8 = 1;
+const PAIRS: u8 = 2;
+
+impl<T: Code> Logits<'_, T> {
+    pub(super) fn run<S: Simd>(mut self, simd: S) {
+        let long = S::LANES == MAX_LANES && self.rows.row_bytes() >= LONG_ROW_BYTES;
+        for_heads!(self.rows.group, first, HEADS => match (self.in_pairs, self.exact) {
+            (true, true) => simd.vectorize(LogitsOf::<T, HEADS, 4, PAIRS> { all: &mut self, first }),
+            (true, false) => simd.vectorize(LogitsOf::<T, HEADS, 4, PAIRS_OF_K> { all: &mut self, first }),
+            (false, _) if long => simd.vectorize(LogitsOf::<T, HEADS, 2, ELEMENTS> { all: &mut self, first }),
+            (false, _) => simd.vectorize(LogitsOf::<T, HEADS, 4, ELEMENTS> { all: &mut self, first }),
+        });
+    }
+}
+
+/// The same for HEADS query heads of each group, KEYS keys at a time.
+struct LogitsOf<'a, 'b, T, const HEADS: usize, const KEYS: usize, const HOW: u8> {
+    all: &'a mut Logits<'b, T>,
+    first: usize,
+}
+
+impl<T: Code, const HEADS: usize, const KEYS: usize, const HOW: u8> Task
+    for LogitsOf<'_, '_, T, HEADS, KEYS, HOW>
+{
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(mut self, simd: S) {
-        match (self.in_pairs, self.exact) {
-            (false, _) => for_heads!(self, simd, K_TOKENS, by_element),
-            (true, false) => for_heads!(self, simd, K_TOKENS, by_pair, false),
-            (true, true) => for_heads!(self, simd, K_TOKENS, by_pair, true),
-        }
+    fn run<S: Simd>(self, simd: S) {
+        let Logits { q, q_stride, rows, logits, .. } = self.all;
+        let num_q_heads = rows.num_heads * rows.group;
+        assert!(q.len() >= num_q_heads * *q_stride && logits.len() >= num_q_heads * TILE);
+        assert!(self.first + HEADS <= rows.group);
+        with_dim!(HEADS, rows.dim, dim => rows.for_each(KEYS, |head, keys| {
+            for first in keys.step_by(KEYS) {
+                let q_head = head * rows.group + self.first;
+                // SAFETY: the heads are within the arrays. Where the last keys are no keys of the tile, nobody looks at
+                // their logits.
+                unsafe {
+                    let q = q.as_ptr().add(q_head * *q_stride);
+                    let places = rows.at::<KEYS>(head, first);
+                    let products = if HOW == ELEMENTS {
+                        by_element::<S, T, HEADS, KEYS>(simd, dim, q, *q_stride, places)
+                    } else {
+                        by_pair::<S, T, HEADS, KEYS, HOW>(simd, dim, q, *q_stride, places)
+                    };
+                    store(simd, products, logits.as_mut_ptr().add(q_head * TILE + first));
+                }
+            }
+        }));
     }
 }
 
-impl<T: Code> Logits<'_, T> {
-    /// # Safety
-    /// The head is one of the rows', and `first` at most TILE - 4.
-    #[inline(always)]
-    unsafe fn four_rows(&self, kv_head: usize, first: usize) -> [*const T; 4] {
-        // SAFETY: the caller's.
-        unsafe { [0, 1, 2, 3].map(|key| self.rows.at(kv_head, *self.tokens.get_unchecked(first + key))) }
-    }
-
-    #[inline(always)]
-    fn by_element<S: Simd, const HEADS: usize>(
-        &mut self,
-        simd: S,
-        kv_head: usize,
-        head: usize,
-        some: Range<usize>,
-    ) {
-        let dim = self.rows.dim;
-        let whole = dim - dim % S::LANES;
-        let q = &self.q[head * self.q_stride..][..HEADS * self.q_stride];
-        // In fours; where the last ones are no keys of the tile, nobody looks at their logits.
-        for first in some.step_by(4) {
-            let mut products = [[simd.splat(0.0); 4]; HEADS];
-            // SAFETY: rows of head_dim elements lie at the tokens' offsets, and q is padded to whole vectors.
-            unsafe {
-                let rows = self.four_rows(kv_head, first);
-                for at in (0..whole).step_by(S::LANES) {
-                    self.ahead.step(simd);
-                    let k = [
-                        T::load(simd, rows[0].add(at)),
-                        T::load(simd, rows[1].add(at)),
-                        T::load(simd, rows[2].add(at)),
-                        T::load(simd, rows[3].add(at)),
-                    ];
-                    multiply::<S, HEADS>(simd, q.as_ptr().add(at), self.q_stride, k, &mut products);
+/// # Safety
+/// Rows of `dim` elements lie at the places, queries padded to whole vectors at each of HEADS strides from `q` on.
+#[inline(always)]
+unsafe fn by_element<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
+    simd: S,
+    dim: usize,
+    q: *const f32,
+    q_stride: usize,
+    places: [Place<T>; KEYS],
+) -> [[S::F; KEYS]; HEADS] {
+    let whole = dim - dim % S::LANES;
+    let mut products = [[simd.splat(0.0); KEYS]; HEADS];
+    // SAFETY: the caller's.
+    unsafe {
+        for at in (0..whole).step_by(S::LANES) {
+            let mut k = [simd.splat(0.0); KEYS];
+            for (k, place) in k.iter_mut().zip(&places) {
+                if (at * size_of::<T>()).is_multiple_of(LINE_BYTES) {
+                    place.ask(simd, at, LINE_BYTES, dim);
                 }
-                if whole < dim {
-                    let rest = dim - whole;
-                    let k = [
-                        T::load_part(simd, rows[0].add(whole), rest),
-                        T::load_part(simd, rows[1].add(whole), rest),
-                        T::load_part(simd, rows[2].add(whole), rest),
-                        T::load_part(simd, rows[3].add(whole), rest),
-                    ];
-                    multiply::<S, HEADS>(simd, q.as_ptr().add(whole), self.q_stride, k, &mut products);
-                }
+                *k = T::load(simd, place.row.add(at));
             }
-            for (index, products) in products.into_iter().enumerate() {
-                self.logits[(head + index) * TILE + first..][..4].copy_from_slice(&simd.sum_4(products));
-            }
+            multiply(simd, q.add(at), q_stride, k, &mut products);
+        }
+        if whole < dim {
+            let k = places.map(|place| T::load_part(simd, place.row.add(whole), dim - whole));
+            multiply(simd, q.add(whole), q_stride, k, &mut products);
         }
     }
+    products
+}
 
-    #[inline(always)]
-    fn by_pair<S: Simd, const HEADS: usize, const EXACT: bool>(
-        &mut self,
-        simd: S,
-        kv_head: usize,
-        head: usize,
-        some: Range<usize>,
-    ) {
-        let dim = self.rows.dim;
-        let vectors = T::vectors_of_pairs::<S>();
-        let block_len = vectors * 2 * S::LANES;
-        let q = &self.q[head * self.q_stride..][..HEADS * self.q_stride];
-        // In fours; where the last ones are no keys of the tile, nobody looks at their logits.
-        for first in some.step_by(4) {
-            let mut products = [[simd.splat(0.0); 4]; HEADS];
-            // SAFETY: rows of head_dim elements, whole blocks, lie at the tokens' offsets; q has as many elements.
-            unsafe {
-                let rows = self.four_rows(kv_head, first);
-                for at in (0..dim).step_by(block_len) {
-                    self.ahead.step(simd);
-                    let k = [
-                        T::load_pairs(simd, rows[0].add(at)),
-                        T::load_pairs(simd, rows[1].add(at)),
-                        T::load_pairs(simd, rows[2].add(at)),
-                        T::load_pairs(simd, rows[3].add(at)),
-                    ];
-                    for vector in 0..vectors {
-                        let pairs = at / 2 + vector * S::LANES;
-                        let k = [k[0][vector], k[1][vector], k[2][vector], k[3][vector]];
-                        if EXACT {
-                            for (head, products) in products.iter_mut().enumerate() {
-                                let q = simd.load_bits(q.as_ptr().add(head * self.q_stride + pairs).cast());
-                                for key in 0..4 {
-                                    products[key] = simd.dot_pairs(q, k[key], products[key]);
-                                }
-                            }
-                        } else {
-                            let [k0, k1] = [simd.unpair(k[0]), simd.unpair(k[1])];
-                            let [k2, k3] = [simd.unpair(k[2]), simd.unpair(k[3])];
-                            for half in 0..2 {
-                                let q = q.as_ptr().add(2 * pairs + half * S::LANES);
-                                let k = [k0[half], k1[half], k2[half], k3[half]];
-                                multiply::<S, HEADS>(simd, q, self.q_stride, k, &mut products);
-                            }
+/// # Safety
+/// As `by_element`, of rows of whole blocks, with queries that are arranged for them.
+#[inline(always)]
+unsafe fn by_pair<S: Simd, T: Code, const HEADS: usize, const KEYS: usize, const HOW: u8>(
+    simd: S,
+    dim: usize,
+    q: *const f32,
+    q_stride: usize,
+    places: [Place<T>; KEYS],
+) -> [[S::F; KEYS]; HEADS] {
+    let vectors = T::vectors_of_pairs::<S>();
+    let mut products = [[simd.splat(0.0); KEYS]; HEADS];
+    // SAFETY: the caller's.
+    unsafe {
+        for at in (0..dim).step_by(vectors * 2 * S::LANES) {
+            let mut k = [[simd.splat_bits(0); 2]; KEYS];
+            for (k, place) in k.iter_mut().zip(&places) {
+                place.ask(simd, at, LINE_BYTES, dim);
+                *k = T::load_pairs(simd, place.row.add(at));
+            }
+            for vector in 0..vectors {
+                let pairs = at / 2 + vector * S::LANES;
+                let k = k.map(|k| k[vector]);
+                if HOW == PAIRS {
+                    for (head, products) in products.iter_mut().enumerate() {
+                        let q = simd.load_bits(q.add(head * q_stride + pairs).cast());
+                        for (product, &k) in products.iter_mut().zip(&k) {
+                            *product = simd.dot_pairs(q, k, *product);
                         }
+                    }
+                } else {
+                    let k = k.map(|k| simd.unpair(k));
+                    for half in 0..2 {
+                        let q = q.add(2 * pairs + half * S::LANES);
+                        multiply(simd, q, q_stride, k.map(|k| k[half]), &mut products);
                     }
                 }
             }
-            for (index, products) in products.into_iter().enumerate() {
-                self.logits[(head + index) * TILE + first..][..4].copy_from_slice(&simd.sum_4(products));
-            }
         }
     }
+    products
 }
 
 /// # Safety
 /// A vector is readable at each of HEADS strides from `q` on.
 #[inline(always)]
-unsafe fn multiply<S: Simd, const HEADS: usize>(
+unsafe fn multiply<S: Simd, const HEADS: usize, const KEYS: usize>(
     simd: S,
     q: *const f32,
     q_stride: usize,
-    k: [S::F; 4],
-    products: &mut [[S::F; 4]; HEADS],
+    k: [S::F; KEYS],
+    products: &mut [[S::F; KEYS]; HEADS],
 ) {
     for (head, products) in products.iter_mut().enumerate() {
         // SAFETY: the caller's.
         let q = unsafe { simd.load(q.add(head * q_stride)) };
-        for key in 0..4 {
-            products[key] = simd.mul_add(q, k[key], products[key]);
+        for (product, &k) in products.iter_mut().zip(&k) {
+            *product = simd.mul_add(q, k, *product);
+        }
+    }
+}
+
+/// Sum the lanes of products.
+///
+/// # Safety
+/// KEYS elements are writable at each of HEADS times TILE elements from `logits` on.
+#[inline(always)]
+unsafe fn store<S: Simd, const HEADS: usize, const KEYS: usize>(
+    simd: S,
+    products: [[S::F; KEYS]; HEADS],
+    logits: *mut f32,
+) {
+    for start in (0..HEADS * KEYS).step_by(4) {
+        let four = std::array::from_fn(|index| {
+            // One head and two keys are no four.
+            let index = (start + index) % (HEADS * KEYS);
+            products[index / KEYS][index % KEYS]
+        });
+        for (index, sum) in simd.sum_4(four).into_iter().enumerate().take(HEADS * KEYS) {
+            let index = start + index;
+            // SAFETY: the caller's.
+            unsafe { *logits.add(index / KEYS * TILE + index % KEYS) = sum };
         }
     }
 }
@@ -327,213 +408,172 @@ pub(super) struct Sums<'a, T> {
     /// `[num_q_heads, TILE]`.
     pub weights: &'a [f32],
     pub in_pairs: bool,
-    pub rows: Rows<T>,
-    /// As in `Tile`; `len` of them count.
-    pub tokens: &'a [usize; TILE],
-    pub len: usize,
+    pub rows: Rows<'a, T>,
     /// `[num_q_heads, head_dim_v]`, in the order of V.
     pub sums: &'a mut [f32],
-    pub ahead: &'a mut Ahead,
-}
-
-impl<T: Code> Task for Sums<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(mut self, simd: S) {
-        if self.in_pairs {
-            for_heads!(self, simd, V_TOKENS, by_pair);
-        } else {
-            for_heads!(self, simd, V_TOKENS, by_element);
-        }
-    }
 }
 
 impl<T: Code> Sums<'_, T> {
-    #[inline(always)]
-    fn by_element<S: Simd, const HEADS: usize>(
-        &mut self,
-        simd: S,
-        kv_head: usize,
-        head: usize,
-        some: Range<usize>,
-    ) {
-        let whole = self.rows.dim - self.rows.dim % S::LANES;
-        let mut at = 0;
-        while whole - at >= 4 * S::LANES {
-            self.columns::<S, HEADS, 4>(simd, (kv_head, head), at, some.clone());
-            at += 4 * S::LANES;
-        }
-        while at < whole {
-            self.columns::<S, HEADS, 1>(simd, (kv_head, head), at, some.clone());
-            at += S::LANES;
-        }
-        if at < self.rows.dim {
-            self.last_columns::<S, HEADS>(simd, (kv_head, head), at, some);
-        }
+    pub(super) fn run<S: Simd>(mut self, simd: S) {
+        for_heads!(self.rows.group, first, HEADS => if self.in_pairs {
+            simd.vectorize(SumsOf::<T, HEADS, true> { all: &mut self, first });
+        } else {
+            simd.vectorize(SumsOf::<T, HEADS, false> { all: &mut self, first });
+        });
     }
+}
 
-    /// The elements at..at + VECTORS * LANES.
+/// The same for HEADS query heads of each group.
+struct SumsOf<'a, 'b, T, const HEADS: usize, const IN_PAIRS: bool> {
+    all: &'a mut Sums<'b, T>,
+    first: usize,
+}
+
+impl<T: Code, const HEADS: usize, const IN_PAIRS: bool> Task for SumsOf<'_, '_, T, HEADS, IN_PAIRS> {
+    type Output = ();
+
     #[inline(always)]
-    fn columns<S: Simd, const HEADS: usize, const VECTORS: usize>(
-        &mut self,
-        simd: S,
-        (kv_head, head): (usize, usize),
-        at: usize,
-        some: Range<usize>,
-    ) {
-        let mut sums = [[simd.splat(0.0); VECTORS]; HEADS];
-        // SAFETY: the columns lie within the rows of values and sums; a tile has at most TILE tokens.
-        unsafe {
-            self.load_sums(simd, head, at, &mut sums);
-            for column in some {
-                let row = self.rows.at(kv_head, *self.tokens.get_unchecked(column)).add(at);
-                self.ahead.step(simd);
-                let mut values = [simd.splat(0.0); VECTORS];
-                for (vector, value) in values.iter_mut().enumerate() {
-                    *value = T::load(simd, row.add(vector * S::LANES));
+    fn run<S: Simd>(self, simd: S) {
+        let Sums { weights, rows, sums, .. } = self.all;
+        let num_q_heads = rows.num_heads * rows.group;
+        assert!(weights.len() >= num_q_heads * TILE && sums.len() >= num_q_heads * rows.dim);
+        assert!(self.first + HEADS <= rows.group);
+        with_dim!(HEADS, rows.dim, dim => rows.for_each(V_TOKENS, |head, tokens| {
+            let q_head = head * rows.group + self.first;
+            // SAFETY: the heads are within the arrays.
+            let mut columns = unsafe {
+                Columns::<T, HEADS> {
+                    rows,
+                    head,
+                    dim,
+                    weights: weights.as_ptr().add(q_head * TILE),
+                    sums: sums.as_mut_ptr().add(q_head * dim),
                 }
-                self.add(simd, head, column, &values, &mut sums);
-            }
-            self.store_sums(simd, head, at, &sums);
-        }
-    }
-
-    #[inline(always)]
-    fn by_pair<S: Simd, const HEADS: usize>(
-        &mut self,
-        simd: S,
-        kv_head: usize,
-        head: usize,
-        some: Range<usize>,
-    ) {
-        let block_len = T::vectors_of_pairs::<S>() * 2 * S::LANES;
-        let mut at = 0;
-        while self.rows.dim - at >= 4 * S::LANES {
-            self.pairs::<S, HEADS, 4>(simd, (kv_head, head), at, some.clone());
-            at += 4 * S::LANES;
-        }
-        while at < self.rows.dim {
-            debug_assert_eq!(block_len, 2 * S::LANES);
-            self.pairs::<S, HEADS, 2>(simd, (kv_head, head), at, some.clone());
-            at += block_len;
-        }
-    }
-
-    /// The elements at..at + VECTORS * LANES: one or two blocks.
-    #[inline(always)]
-    fn pairs<S: Simd, const HEADS: usize, const VECTORS: usize>(
-        &mut self,
-        simd: S,
-        (kv_head, head): (usize, usize),
-        at: usize,
-        some: Range<usize>,
-    ) {
-        let mut sums = [[simd.splat(0.0); VECTORS]; HEADS];
-        let one_by_one = T::vectors_of_pairs::<S>() == 1;
-        // SAFETY: the columns lie within the rows of values and sums; a tile has at most TILE tokens.
-        unsafe {
-            self.load_sums(simd, head, at, &mut sums);
-            for column in some {
-                let row = self.rows.at(kv_head, *self.tokens.get_unchecked(column)).add(at);
-                self.ahead.step(simd);
-                let first = T::load_pairs(simd, row);
-                let mut values = [simd.splat(0.0); VECTORS];
-                [values[0], values[1]] = simd.unpair(first[0]);
-                if VECTORS == 4 {
-                    let second =
-                        if one_by_one { T::load_pairs(simd, row.add(2 * S::LANES))[0] } else { first[1] };
-                    [values[2], values[3]] = simd.unpair(second);
+            };
+            let mut at = 0;
+            // SAFETY: the elements are some of the row; rows in pairs have whole blocks, of two or four vectors.
+            unsafe {
+                while dim - at >= 4 * S::LANES {
+                    columns.add::<S, 4, IN_PAIRS>(simd, at, tokens.clone());
+                    at += 4 * S::LANES;
                 }
-                self.add(simd, head, column, &values, &mut sums);
+                while IN_PAIRS && at < dim {
+                    columns.add::<S, 2, true>(simd, at, tokens.clone());
+                    at += 2 * S::LANES;
+                }
+                while dim - at >= S::LANES {
+                    columns.add::<S, 1, false>(simd, at, tokens.clone());
+                    at += S::LANES;
+                }
+                if at < dim {
+                    columns.add_last(simd, at, tokens);
+                }
             }
-            self.store_sums(simd, head, at, &sums);
-        }
+        }));
     }
+}
 
-    /// Add the values of a token, times its weight for each head.
+/// Values of a head, and what they are added to.
+struct Columns<'a, 'b, T, const HEADS: usize> {
+    rows: &'a Rows<'b, T>,
+    head: usize,
+    dim: usize,
+    /// `[HEADS, TILE]`.
+    weights: *const f32,
+    /// `[HEADS, dim]`.
+    sums: *mut f32,
+}
+
+impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
+    /// Add the elements at..at + VECTORS * LANES of some tokens, times their weights.
     ///
     /// # Safety
-    /// The column is one of the tile, and the heads are those of the group.
+    /// They are elements of the row, and the tokens some of the tile. In pairs, they are one or two blocks.
     #[inline(always)]
-    unsafe fn add<S: Simd, const HEADS: usize, const VECTORS: usize>(
-        &self,
-        simd: S,
-        head: usize,
-        column: usize,
-        values: &[S::F; VECTORS],
-        sums: &mut [[S::F; VECTORS]; HEADS],
-    ) {
-        for (index, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: the caller's.
-            let weight = simd.splat(unsafe { *self.weights.get_unchecked((head + index) * TILE + column) });
-            for (sum, &value) in sums.iter_mut().zip(values) {
-                *sum = simd.mul_add(weight, value, *sum);
-            }
-        }
-    }
-
-    /// # Safety
-    /// The columns lie within the rows of sums.
-    #[inline(always)]
-    unsafe fn load_sums<S: Simd, const HEADS: usize, const VECTORS: usize>(
-        &self,
-        simd: S,
-        head: usize,
-        at: usize,
-        sums: &mut [[S::F; VECTORS]; HEADS],
-    ) {
-        for (index, sums) in sums.iter_mut().enumerate() {
-            for (vector, sum) in sums.iter_mut().enumerate() {
-                let at = (head + index) * self.rows.dim + at + vector * S::LANES;
-                // SAFETY: the caller's.
-                *sum = unsafe { simd.load(self.sums.as_ptr().add(at)) };
-            }
-        }
-    }
-
-    /// # Safety
-    /// The columns lie within the rows of sums.
-    #[inline(always)]
-    unsafe fn store_sums<S: Simd, const HEADS: usize, const VECTORS: usize>(
+    unsafe fn add<S: Simd, const VECTORS: usize, const IN_PAIRS: bool>(
         &mut self,
         simd: S,
-        head: usize,
         at: usize,
-        sums: &[[S::F; VECTORS]; HEADS],
+        tokens: Range<usize>,
     ) {
-        for (index, sums) in sums.iter().enumerate() {
-            for (vector, &sum) in sums.iter().enumerate() {
-                let at = (head + index) * self.rows.dim + at + vector * S::LANES;
-                // SAFETY: the caller's.
-                unsafe { simd.store(self.sums.as_mut_ptr().add(at), sum) };
-            }
-        }
-    }
-
-    /// The elements from `at` on, fewer than LANES.
-    #[inline(always)]
-    fn last_columns<S: Simd, const HEADS: usize>(
-        &mut self,
-        simd: S,
-        (kv_head, head): (usize, usize),
-        at: usize,
-        some: Range<usize>,
-    ) {
-        let len = self.rows.dim - at;
-        // SAFETY: the columns lie within the rows of values and sums.
+        let len = VECTORS * S::LANES;
+        let mut sums = [[simd.splat(0.0); VECTORS]; HEADS];
+        // SAFETY: the caller's.
         unsafe {
-            let stored = self.sums.as_mut_ptr().add(head * self.rows.dim + at);
-            for index in 0..HEADS {
-                let stored = stored.add(index * self.rows.dim);
+            for (index, sums) in sums.iter_mut().enumerate() {
+                for (vector, sum) in sums.iter_mut().enumerate() {
+                    *sum = simd.load(self.sums.add(index * self.dim + at + vector * S::LANES));
+                }
+            }
+            for token in tokens {
+                let [place] = self.rows.at(self.head, token);
+                place.ask(simd, at, len * size_of::<T>(), len);
+                let values: [S::F; VECTORS] = if IN_PAIRS {
+                    load_pairs(simd, place.row.add(at))
+                } else {
+                    load(simd, place.row.add(at))
+                };
+                for (index, sums) in sums.iter_mut().enumerate() {
+                    let weight = simd.splat(*self.weights.add(index * TILE + token));
+                    for (sum, &value) in sums.iter_mut().zip(&values) {
+                        *sum = simd.mul_add(weight, value, *sum);
+                    }
+                }
+            }
+            for (index, sums) in sums.iter().enumerate() {
+                for (vector, &sum) in sums.iter().enumerate() {
+                    simd.store(self.sums.add(index * self.dim + at + vector * S::LANES), sum);
+                }
+            }
+        }
+    }
+
+    /// The same for the elements from `at` on, fewer than LANES.
+    ///
+    /// # Safety
+    /// As `add`.
+    #[inline(always)]
+    unsafe fn add_last<S: Simd>(&mut self, simd: S, at: usize, tokens: Range<usize>) {
+        let len = self.dim - at;
+        for index in 0..HEADS {
+            // SAFETY: the caller's.
+            unsafe {
+                let stored = self.sums.add(index * self.dim + at);
                 let mut sum = f32::load_part(simd, stored, len);
-                for column in some.clone() {
-                    let weight = simd.splat(self.weights[(head + index) * TILE + column]);
-                    let row = self.rows.at(kv_head, self.tokens[column]).add(at);
-                    sum = simd.mul_add(weight, T::load_part(simd, row, len), sum);
+                for token in tokens.clone() {
+                    let weight = simd.splat(*self.weights.add(index * TILE + token));
+                    let [place] = self.rows.at(self.head, token);
+                    sum = simd.mul_add(weight, T::load_part(simd, place.row.add(at), len), sum);
                 }
                 f32::store_part(simd, stored, len, sum);
             }
         }
+    }
+}
+
+/// # Safety
+/// VECTORS vectors of elements are readable.
+#[inline(always)]
+unsafe fn load<S: Simd, T: Code, const VECTORS: usize>(simd: S, from: *const T) -> [S::F; VECTORS] {
+    // SAFETY: the caller's.
+    std::array::from_fn(|vector| unsafe { T::load(simd, from.add(vector * S::LANES)) })
+}
+
+/// The same in the order of pairs.
+///
+/// # Safety
+/// They are readable, and one or two blocks.
+#[inline(always)]
+unsafe fn load_pairs<S: Simd, T: Code, const VECTORS: usize>(simd: S, from: *const T) -> [S::F; VECTORS] {
+    // SAFETY: the caller's.
+    unsafe {
+        let [first, second] = T::load_pairs(simd, from);
+        let second = if VECTORS == 4 && T::vectors_of_pairs::<S>() == 1 {
+            T::load_pairs(simd, from.add(2 * S::LANES))[0]
+        } else {
+            second
+        };
+        let pairs = [simd.unpair(first), simd.unpair(second)];
+        std::array::from_fn(|vector| pairs[vector / 2 % 2][vector % 2])
     }
 }

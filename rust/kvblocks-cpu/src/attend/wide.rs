@@ -7,6 +7,7 @@
 
 use std::ops::Range;
 
+use super::lines::Lines;
 use super::tile::{Tile, TILE};
 use super::{soft_cap, Call, Partials, Unit};
 use crate::math::exp;
@@ -18,13 +19,13 @@ pub(super) struct Scratch {
     /// `[head_dim]`: one query.
     row: Vec<f32>,
     /// `[head_dim, R]`, scaled.
-    q: Vec<f32>,
+    q: Lines,
     /// `[TILE, head_dim or head_dim_v]`: K or V.
-    rows: Vec<f32>,
+    rows: Lines,
     /// `[TILE, R]`: logits, then weights.
-    weights: Vec<f32>,
+    weights: Lines,
     /// `[head_dim_v, R]`: weighted values.
-    sums: Vec<f32>,
+    sums: Lines,
     lanes: Lanes,
     tile: Tile,
 }
@@ -46,8 +47,8 @@ struct Lanes {
 
 impl Default for Scratch {
     fn default() -> Self {
-        let [row, q, rows, weights, sums] = [const { Vec::new() }; 5];
-        Self { row, q, rows, weights, sums, lanes: Lanes::default(), tile: Tile::EMPTY }
+        let [q, rows, weights, sums] = std::array::from_fn(|_| Lines::default());
+        Self { row: Vec::new(), q, rows, weights, sums, lanes: Lanes::default(), tile: Tile::EMPTY }
     }
 }
 
@@ -87,8 +88,7 @@ impl Rows<'_, '_> {
         let query_of = |r: usize| (r / call.group(), head * call.group() + r % call.group());
 
         row.resize(head_dim, 0.0);
-        q.clear();
-        q.resize(head_dim * width, 0.0);
+        let q = q.filled(head_dim * width, 0.0);
         for (lane, r) in rows.clone().enumerate() {
             let (query, q_head) = query_of(r);
             call.load_query(simd, unit.queries.start + query, q_head, row);
@@ -96,10 +96,9 @@ impl Rows<'_, '_> {
                 q[element * width + lane] = value * call.options.scale;
             }
         }
-        tile_rows.resize(TILE * head_dim.max(head_dim_v), 0.0);
-        weights.resize(TILE * width, 0.0);
-        sums.clear();
-        sums.resize(head_dim_v * width, 0.0);
+        let tile_rows = tile_rows.filled(TILE * head_dim.max(head_dim_v), 0.0);
+        let weights = weights.filled(TILE * width, 0.0);
+        let sums = sums.filled(head_dim_v * width, 0.0);
         lanes.start(call, width, rows.clone().map(|r| query_of(r).1));
 
         // Positions of the queries: of the first and of the last row.

@@ -51,7 +51,7 @@ impl Simd for Avx2 {
     const VECTORS: usize = 2;
     const BF16: bool = false;
 
-    #[inline(always)]
+    #[inline(never)]
     fn vectorize<T: Task>(self, task: T) -> T::Output {
         on_registers!(with_features(self, task))
     }
@@ -128,6 +128,11 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn is_nan(self, a: __m256) -> __m256 {
         on_registers!(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, a))
+    }
+
+    #[inline(always)]
+    fn any(self, mask: __m256) -> bool {
+        on_registers!(_mm256_movemask_ps(mask) != 0)
     }
 
     #[inline(always)]
@@ -366,7 +371,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn prefetch(self, address: *const u8) {
+    fn prefetch_near(self, address: *const u8) {
+        on_registers!(_mm_prefetch::<_MM_HINT_T0>(address.cast()))
+    }
+
+    #[inline(always)]
+    fn prefetch_far(self, address: *const u8) {
         on_registers!(_mm_prefetch::<_MM_HINT_T1>(address.cast()))
     }
 }

@@ -63,7 +63,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     const VECTORS: usize = 4;
     const BF16: bool = BF16;
 
-    #[inline(always)]
+    #[inline(never)]
     fn vectorize<T: Task>(self, task: T) -> T::Output {
         on_registers!(if BF16 { with_all_features(self, task) } else { with_features(self, task) })
     }
@@ -133,6 +133,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn is_nan(self, a: __m512) -> __mmask16 {
         on_registers!(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a))
+    }
+
+    #[inline(always)]
+    fn any(self, mask: __mmask16) -> bool {
+        mask != 0
     }
 
     #[inline(always)]
@@ -391,7 +396,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
-    fn prefetch(self, address: *const u8) {
+    fn prefetch_near(self, address: *const u8) {
+        on_registers!(_mm_prefetch::<_MM_HINT_T0>(address.cast()))
+    }
+
+    #[inline(always)]
+    fn prefetch_far(self, address: *const u8) {
         on_registers!(_mm_prefetch::<_MM_HINT_T1>(address.cast()))
     }
 }

@@ -34,7 +34,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// Whether there are `dot_pairs` and `look_up_pairs`.
     const BF16: bool;
 
-    /// Run a task in a function of its own that has the features of this instruction set.
+    /// Run a task in a function of its own that has the features of this instruction set: not inlined, as loops that
+    /// share a function share its registers as well. Compilers drop `inline(never)` where there are features.
     fn vectorize<T: Task>(self, task: T) -> T::Output;
 
     fn splat(self, value: f32) -> Self::F;
@@ -56,6 +57,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn scale(self, a: Self::F, n: Self::F) -> Self::F;
     fn less(self, a: Self::F, b: Self::F) -> Self::M;
     fn is_nan(self, a: Self::F) -> Self::M;
+    /// Whether the mask holds anywhere.
+    fn any(self, mask: Self::M) -> bool;
     /// a where the mask holds, else b.
     fn select(self, mask: Self::M, a: Self::F, b: Self::F) -> Self::F;
 
@@ -126,8 +129,10 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// 4 * LANES bytes are readable.
     unsafe fn look_up_pairs(self, from: *const u8, tables: &[[u8; 128]; 2]) -> [Self::I; 2];
 
-    /// Ask for the cache line of an address, valid or not.
-    fn prefetch(self, address: *const u8);
+    /// Ask for the cache line of an address, valid or not, in the first-level cache.
+    fn prefetch_near(self, address: *const u8);
+    /// The same, in the second-level cache.
+    fn prefetch_far(self, address: *const u8);
 }
 
 /// The widest `LANES` of all instruction sets.

@@ -121,6 +121,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn any(self, mask: [bool; LANES]) -> bool {
+        mask.contains(&true)
+    }
+
+    #[inline(always)]
     fn select(self, mask: [bool; LANES], a: F, b: F) -> F {
         lanes(|i| if mask[i] { a[i] } else { b[i] })
     }
@@ -311,5 +316,8 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    fn prefetch(self, _: *const u8) {}
+    fn prefetch_near(self, _: *const u8) {}
+
+    #[inline(always)]
+    fn prefetch_far(self, _: *const u8) {}
 }
