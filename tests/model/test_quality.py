@@ -39,3 +39,14 @@ def test_formats_keep_their_order_on_text_and_the_control_loses_every_needle(
     assert exact_match(result.reference.needle or []) == 1
     assert needles["int8"] == needles["fp8_e4m3"] == 1
     assert needles["naive_int2"] == 0
+
+
+def test_two_bits_lose_a_key_in_a_long_context_that_others_keep(smollm2: Llama, tokenizer: Tokenizer) -> None:
+    model = as_model("SmolLM2", smollm2, tokenizer)
+    names = ("int8", "fp8_e4m3", "kivi4", "kivi2")
+    variants = [with_format(model.config, name) for name in names]
+    result = evaluate(model, variants, grid=Grid((1536,), (0.5,), 1))
+    kept = {
+        score.variant.name: exact_match(score.needle or []) for score in (result.reference, *result.scores)
+    }
+    assert kept == {"reference": 1, "int8": 1, "fp8_e4m3": 1, "kivi4": 1, "kivi2": 0}
