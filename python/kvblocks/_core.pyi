@@ -718,3 +718,11 @@ def block_hashes(
     parent: the digest of an earlier block, to go on from it; media positions then count from its end, and the
     namespace is in it already. The encoding is documented in docs/hashing.md. O(tokens); releases the interpreter.
     """
+
+def look_at_tensors(api: object, kind: type, tensors: tuple[Any, ...]) -> tuple[list[int], bytes]:
+    """The addresses of a library's tensors, 0 for None, and all else that tells them apart.
+
+    That is dtypes, devices, shapes, strides, and how far each address is from a multiple of 16. api: the capsule
+    `kind.__dlpack_c_exchange_api__` of DLPack 1. Raises TypeError for an object of another type than kind, ValueError
+    for another version, and what the library raises for a tensor that it cannot describe.
+    """

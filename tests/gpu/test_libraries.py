@@ -150,7 +150,7 @@ def test_the_null_stream_is_torchs_default_one(
         default_stream=lambda device: f"default of {device}",
         stream=lambda stream: stream,
     )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, Tensor=Tensor))
     monkeypatch.setitem(sys.modules, "torch._C", SimpleNamespace())
     assert libraries.TorchLibrary().on(address, 1) == expected
 

@@ -1,5 +1,6 @@
 """The operators of torch: schemas, fake versions and tracing, with the CPU versions as what they must agree with."""
 
+import datetime as dt
 import re
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,40 @@ def test_traced_for_a_gpu_that_is_not_there(ops: Any) -> None:
     assert (out.shape, out.dtype, out.device.type) == ((3, 4, 128), torch.float16, "cuda")
     assert (lse.shape, lse.dtype) == ((3, 4), torch.float32)
     assert (codes.dtype, scale.shape) == (torch.float8_e4m3fn, (3, 4))
+
+
+def test_tensors_of_a_call_are_looked_at_at_once() -> None:
+    """Addresses, and a signature that tells apart whatever makes another plan, and nothing else."""
+    from kvblocks._core import look_at_tensors
+
+    def look(*tensors: Any) -> tuple[list[int], bytes]:
+        return look_at_tensors(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, tensors)
+
+    a, b = (torch.zeros(6, 4, 8, dtype=torch.bfloat16) for _ in range(2))
+    addresses, signature = look(a, None, a[1:], b)
+    assert addresses == [a.data_ptr(), 0, a[1:].data_ptr(), b.data_ptr()]
+    assert look(b, None, b[1:], a)[1] == signature
+    others = [
+        a.view(torch.float16),
+        a[:3],
+        a[..., :4],
+        a.transpose(0, 1),
+        torch.zeros(6 * 4 * 8 + 1, dtype=torch.bfloat16)[1:].view(6, 4, 8),
+        a.view(torch.uint8),
+        torch.zeros(6, 4, 8, dtype=torch.float8_e4m3fn),
+        torch.zeros(6, 4, 8, dtype=torch.float8_e5m2),
+        torch.zeros(1),
+        torch.zeros(()),
+        torch.zeros(0),
+    ]
+    signatures = {look(each)[1] for each in [a, *others]}
+    assert len(signatures) == 1 + len(others)
+    assert look(a, None)[1] != look(None, a)[1]
+    for stranger in (3, np.zeros(3), torch.nn.Parameter(torch.zeros(2))):
+        with pytest.raises(TypeError, match="expected tensors of one type"):
+            look(a, stranger)
+    with pytest.raises(ValueError, match="incorrect name"):
+        look_at_tensors(dt.datetime_CAPI, torch.Tensor, (a,))
 
 
 def test_refusals_are_the_backends(ops: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvblocks._core import look_at_tensors
 from kvblocks.backends.cupy import CaptureError, CupyMemory, launcher_of
 from kvblocks.backends.foreign import cupy_stream, is_dlpack_only, look_at
 from kvblocks.backends.memory import Memory
@@ -28,7 +29,7 @@ from kvblocks.layout import Array
 class Library(Protocol):
     """What a direct function needs of the arrays that it is given."""
 
-    def look(self, names: Sequence[str], arrays: Sequence[Array | None]) -> tuple[list[int], object]:
+    def look(self, names: Sequence[str], arrays: tuple[Array | None, ...]) -> tuple[list[int], object]:
         """The addresses, and what else decides how a call is planned: shapes, strides, dtypes, devices, alignments.
 
         0 and None for None. Raises TypeError that names what is no array of the library.
@@ -71,7 +72,7 @@ class CupyLibrary:
     def __init__(self) -> None:
         self._cupy: Any = importlib.import_module("cupy")
 
-    def look(self, names: Sequence[str], arrays: Sequence[Array | None]) -> tuple[list[int], object]:
+    def look(self, names: Sequence[str], arrays: tuple[Array | None, ...]) -> tuple[list[int], object]:
         """See `Library.look`."""
         own = self._cupy.ndarray
         addresses: list[int] = []
@@ -159,9 +160,16 @@ class TorchLibrary:
         self._raw_stream: Any = getattr(
             importlib.import_module("torch._C"), "_cuda_getCurrentRawStream", None
         )
+        # What torch tells in C, of all tensors of a call at once; before torch 2.10 it does not.
+        self._exchange = getattr(self._torch.Tensor, "__dlpack_c_exchange_api__", None)
 
-    def look(self, names: Sequence[str], arrays: Sequence[Array | None]) -> tuple[list[int], object]:
+    def look(self, names: Sequence[str], arrays: tuple[Array | None, ...]) -> tuple[list[int], object]:
         """See `Library.look`."""
+        if self._exchange is not None:
+            try:
+                return look_at_tensors(self._exchange, self._torch.Tensor, arrays)
+            except (TypeError, ValueError, RuntimeError, BufferError):
+                pass  # a tensor of a class of its own, or what is no tensor: looked at one by one
         addresses: list[int] = []
         looks: list[object] = []
         try:

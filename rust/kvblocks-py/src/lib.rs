@@ -12,6 +12,7 @@ mod errors;
 mod manager;
 mod process;
 mod step;
+mod tensors;
 
 #[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -22,5 +23,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<step::PyStepBuffers>()?;
     module.add_function(wrap_pyfunction!(manager::block_hashes, module)?)?;
     cpu::register(module)?;
+    tensors::register(module)?;
     process::register(module)
 }
