@@ -248,6 +248,21 @@ def test_tensors_of_a_call_are_looked_at_at_once() -> None:
         look_at_tensors(dt.datetime_CAPI, torch.Tensor, (a,))
 
 
+def test_what_measures_the_host_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls through torch's own tensors, plans and launches, with an empty driver."""
+    from benches.gpu import host
+
+    from kvblocks.gpu import dispatch, libraries
+
+    monkeypatch.setattr(libraries, "_LIBRARIES", {})
+    monkeypatch.setattr(dispatch, "_DISPATCHERS", {})
+    costs = host.measure(rounds=2, repeats=2)
+    assert len(costs) >= 4
+    assert all(cost > 0 for cost in costs.values())
+    (dispatcher,) = dispatch._DISPATCHERS.values()
+    assert len(dispatcher._plans) == 3
+
+
 def test_refusals_are_the_backends(ops: Any) -> None:
     caches, (k, v, slots, *_) = pool("float16"), step()
     with pytest.raises(TypeError, match="slot_mapping: dtype int32, expected int64"):
