@@ -96,6 +96,15 @@ class Pool:
         return gpu.paged_attention(self.cache, self.q, self.tables, self.lens, self.starts, out=self.out)
 
 
+def is_alive() -> bool:
+    """Whether this process still has its device, which a kernel that faulted would have taken from it."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 def ceilings() -> dict[str, float]:
     """Bytes a second of a copy (read and written) and of a read."""
     source = torch.empty(1 << 30, dtype=torch.int32, device="cuda").fill_(1)

@@ -3,13 +3,15 @@
     python -m kvblocks.gpu --prebuild cubins --arch sm_90      # before, on any machine
     KVBLOCKS_CUBINS=cubins python -m benches.gpu.run --output results
 
-Writes result.json and result.md. A part that fails is named there with its reason and does not stop the others; the
-exit status is 1 if any part failed. --dry-run prints the table's floors and needs nothing.
+Writes result.json and result.md. A part that fails is named there with its reason and does not stop the others, not
+even by a fault that takes the device from the process: another one goes on. The exit status is 1 if any part failed.
+--dry-run prints the table's floors and needs nothing.
 """
 
 import argparse
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -35,9 +37,13 @@ class Report:
 
     def __init__(self, output: Path, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.output = output
-        self.results: dict[str, Any] = {"date": date.today().isoformat(), "failures": {}}
+        self.results: dict[str, Any] = {"date": date.today().isoformat(), "failures": {}, "attempted": []}
         self._deadline = deadline
         self._clock = clock
+
+    def resume(self) -> None:
+        """Go on with what another process has found so far."""
+        self.results = json.loads((self.output / "result.json").read_text())
 
     def remaining(self) -> float:
         """Seconds that are left."""
@@ -118,35 +124,74 @@ def ncu_summary(seconds: float) -> str:
     return "; ".join(re.sub(r"\s+", " ", line) for line in kept)
 
 
-def measure(report: Report, *, with_tests: bool) -> None:
-    """Every part in turn, what others depend on first."""
+def measure(report: Report, *, with_tests: bool) -> bool:
+    """Every part in turn, what others depend on first; False if the device has to be had anew for those that are left.
+
+    A kernel that faults leaves its process no device: a process that is told to resume goes on with the next part.
+    """
     found = report.part("machine", machine)
-    if found is None:
-        return
-    report.results |= found
-    device = report.part("torch", lambda: importlib.import_module("benches.gpu.device"))
+    device = found and report.part("torch", lambda: importlib.import_module("benches.gpu.device"))
     if device is None:
-        return
-    report.results |= report.part("ceilings", device.ceilings) or {}
-    report.results["graph capture and replay"] = report.part("graph", device.graph_check) or "failed"
-    if report.results["graph capture and replay"] != "ok":
-        report.results["failures"].setdefault("graph", report.results["graph capture and replay"])
-    for name, cost in (report.part("host", device.host_us) or {}).items():
-        report.results[f"host us of an attention call, {name}"] = round(cost, 2)
-    report.results["cases_us"], report.results["others_us"] = {}, {}
-    for case in CASES:
-        took = report.part(case.name, partial(device.run_case, case))
-        if took is not None:
-            report.results["cases_us"][case.name] = took
+        return True
+    report.results |= found
+    for name, run in parts(report, device, with_tests=with_tests).items():
+        if name in report.results["attempted"]:
+            continue
+        report.results["attempted"].append(name)
+        if report.part(name, run) is None and not device.is_alive():
+            return False
+    return True
+
+
+def parts(report: Report, device: Any, *, with_tests: bool) -> dict[str, Callable[[], Any]]:
+    """What is measured, by name; each part puts what it finds into the results."""
+    results = report.results
+
+    def ceilings() -> bool:
+        results.update(device.ceilings())
+        return True
+
+    def graph() -> str:
+        told = str(device.graph_check())
+        results["graph capture and replay"] = told
+        if told != "ok":
+            raise RuntimeError(told)
+        return told
+
+    def host() -> bool:
+        for name, cost in device.host_us().items():
+            results[f"host us of an attention call, {name}"] = round(cost, 2)
+        return True
+
+    def into(key: str, name: str, run: Callable[[], Any]) -> Callable[[], Any]:
+        def found() -> Any:
+            each = run()
+            if each:
+                results.setdefault(key, {})[name] = each
+            return each or True
+
+        return found
+
+    def set_to(key: str, run: Callable[[], Any]) -> Callable[[], Any]:
+        def found() -> Any:
+            results[key] = run()
+            return results[key]
+
+        return found
+
+    every: dict[str, Callable[[], Any]] = {
+        "ceilings": ceilings,
+        "graph": graph,
+        "host": host,
+    }
+    every |= {case.name: into("cases_us", case.name, partial(device.run_case, case)) for case in CASES}
     if with_tests:
-        tests = report.part("tests", lambda: run_tests(min(TESTS_S, report.remaining())))
-        report.results["tests"] = tests or "failed"
-    for case in CASES:
-        beside = report.part(f"others: {case.name}", partial(device.others, case))
-        if beside:
-            report.results["others_us"][case.name] = beside
-    report.results["ncu"] = report.part("ncu", lambda: ncu_summary(min(NCU_S, report.remaining()))) or "-"
-    report.save()
+        every["tests"] = set_to("tests", lambda: run_tests(min(TESTS_S, report.remaining())))
+    every |= {
+        f"others: {case.name}": into("others_us", case.name, partial(device.others, case)) for case in CASES
+    }
+    every["ncu"] = set_to("ncu", lambda: ncu_summary(min(NCU_S, report.remaining())))
+    return every
 
 
 def _output(command: list[str]) -> str:
@@ -169,6 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds (default: %(default)s)")
     parser.add_argument("--no-tests", action="store_true", help="leave the tests out")
     parser.add_argument("--dry-run", action="store_true", help="print the floors; needs no device")
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--one-decode", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.dry_run:
@@ -182,7 +228,12 @@ def main(arguments: list[str] | None = None) -> int:
         importlib.import_module("torch").cuda.synchronize()
         return 0
     report = Report(options.output, time.monotonic() + options.budget)
-    measure(report, with_tests=not options.no_tests)
+    if options.resume:
+        report.resume()
+    if not measure(report, with_tests=not options.no_tests):
+        anew = ["--resume", "--output", str(options.output), "--budget", str(report.remaining())]
+        anew += ["--no-tests"] * options.no_tests
+        os.execv(sys.executable, [sys.executable, "-m", "benches.gpu.run", *anew])
     print((options.output / "result.md").read_text())
     return 1 if report.results["failures"] else 0
 

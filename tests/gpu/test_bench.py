@@ -65,6 +65,7 @@ def fake_device(clock: Clock) -> SimpleNamespace:
     return SimpleNamespace(
         ceilings=lambda: {"copy_bytes_per_s": 4.3e12, "read_bytes_per_s": 4.5e12},
         graph_check=lambda: "ok",
+        is_alive=lambda: True,
         host_us=lambda: {"direct": 7.0, "operator": 12.0},
         run_case=case,
         others=lambda case: {"torch SDPA, contiguous": 1.0} if case is CASES[0] else {},
@@ -99,6 +100,34 @@ def test_a_part_that_fails_is_named_and_stops_nothing(no_card: Clock, tmp_path: 
     )
     assert f"| {CASES[-1].name} | 975.4 | - | - | - | - |" in page
     assert f"- {CASES[-1].name}: RuntimeError: out of memory" in page
+
+
+def test_a_fault_that_takes_the_device(
+    no_card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that goes on does not try again what failed, and loses nothing of what was found."""
+    device = module.importlib.import_module("device")
+    device.is_alive = lambda: no_card.now < 25
+    report = module.Report(tmp_path, 1000, no_card)
+    run_case = device.run_case
+    faulty = CASES[2].name
+
+    def run(case: Case) -> float:
+        took = run_case(case)
+        if case.name == faulty:
+            raise RuntimeError("an illegal memory access was encountered")
+        return took
+
+    device.run_case = run
+    assert not module.measure(report, with_tests=True)
+    assert set(report.results["cases_us"]) == {case.name for case in CASES[:2]}
+    anew = module.Report(tmp_path, 1000, no_card)
+    anew.resume()
+    device.is_alive = lambda: True
+    assert module.measure(anew, with_tests=True)
+    assert set(anew.results["cases_us"]) == {case.name for case in CASES[:-1]} - {faulty}
+    assert "illegal memory access" in anew.results["failures"][faulty]
+    assert anew.results["copy_bytes_per_s"] == 4.3e12
 
 
 def test_what_finds_no_time_is_named(no_card: Clock, tmp_path: Path) -> None:
