@@ -36,7 +36,7 @@ class KVBlocksError(Exception):
     """Base of the errors that are about the state of a manager."""
 
 class StaleHandleError(KVBlocksError):
-    """A sequence handle that was never given out, or whose sequence has been freed."""
+    """A handle that names no sequence (or no transfer): never given out, freed, ended, or of the other kind."""
 
 class PreemptedError(KVBlocksError):
     """A verb that needs blocks was called on a preempted sequence."""

@@ -1016,3 +1016,19 @@ def test_evictions_and_copies_are_counted_where_they_belong() -> None:
     b = manager.namespace_usage(salt="b")
     assert (b.copied_blocks, b.evicting_requests, manager.stats().evicted_blocks) == (1, 2, 2)
     assert manager.stats().reclaimable_blocks == manager.stats().cached_blocks == 2
+
+
+def test_handles_of_transfers_and_sequences_cannot_be_confused(manager: kv.BlockManager) -> None:
+    handle = admit(manager, range(4)).handle
+    transfer = manager.begin_transfer(handle)
+    assert handle < 2**62 <= transfer < 2**63
+    with pytest.raises(
+        kv.StaleHandleError, match=r"0x4000000000000000 names no sequence: it is a transfer's"
+    ):
+        manager.free(transfer)
+    with pytest.raises(kv.StaleHandleError, match=r"0x100000000 names no transfer: it is a sequence's"):
+        manager.complete_transfer(handle)
+    assert manager.complete_transfer(transfer) == 0
+    with pytest.raises(kv.StaleHandleError, match="names no transfer: it has ended, or was never begun"):
+        manager.complete_transfer(transfer)
+    assert manager.begin_transfer(handle) == transfer + 1

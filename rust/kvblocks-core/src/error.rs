@@ -2,7 +2,7 @@
 //!
 //! Invariant: an error is misuse and leaves the manager unchanged. Expected refusals (no room) are values, not errors.
 
-use crate::ids::{SeqHandle, TransferHandle};
+use crate::ids::{explain, SeqHandle, TransferHandle};
 
 /// Result of a verb.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -11,13 +11,13 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The handle was never given out, or its sequence has been freed.
-    #[error("handle {:#x} names no sequence: it was freed, or never given out", .0.0)]
+    #[error("handle {:#x} names no sequence: {}", .0.0, explain(.0.0, false))]
     StaleHandle(SeqHandle),
     /// The prompt came from a preemption whose sequence has been freed or resumed since.
     #[error("the prompt continues sequence {:#x}, which was freed or resumed since its preemption", .0.0)]
     StalePrompt(SeqHandle),
     /// The transfer was never begun, or has ended.
-    #[error("handle {:#x} names no transfer: it has ended, or was never begun", .0.0)]
+    #[error("handle {:#x} names no transfer: {}", .0.0, explain(.0.0, true))]
     StaleTransfer(TransferHandle),
     /// The sequence holds no blocks: only `allocate` of its prompt, `preempt` and `free` apply.
     #[error("sequence {:#x} is preempted: allocate the prompt that preempt handed out to resume it", .0.0)]

@@ -1,14 +1,7 @@
 //! Identities: block ids, sequence and transfer handles. Imports nothing of the crate.
 //!
-//! Invariant: a block id is an index into the storage; a handle carries a generation, so that it is never mistaken
-//! for what later reuses its index.
-
-use slotmap::{Key, KeyData};
-
-slotmap::new_key_type! {
-    /// Key of a transfer in the manager's slot map.
-    pub(crate) struct TransferKey;
-}
+//! Invariant: a block id is an index into the storage; a sequence's handle carries a generation, so that it is never
+//! mistaken for what later reuses its index, and a transfer's handle is never a sequence's.
 
 /// Index of a block in the storage, `0..num_blocks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, bytemuck::TransparentWrapper)]
@@ -36,12 +29,15 @@ impl BlockId {
     }
 }
 
-/// A sequence as the outside sees it: `generation << 32 | index`, in an int64.
+/// A sequence as the outside sees it: `generation << 32 | index`, in an int64; below `2**62`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, bytemuck::TransparentWrapper)]
 #[repr(transparent)]
 pub struct SeqHandle(pub i64);
 
 impl SeqHandle {
+    /// Where generations start again.
+    pub(crate) const NUM_GENERATIONS: u32 = 1 << 30;
+
     pub(crate) fn new(index: u32, generation: u32) -> Self {
         Self(i64::from(generation) << 32 | i64::from(index))
     }
@@ -57,18 +53,20 @@ impl SeqHandle {
     }
 }
 
-/// A transfer as the outside sees it, made like a sequence's handle.
+/// A transfer as the outside sees it: `2**62 + number`, where no sequence's handle lies; numbers are never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferHandle(pub i64);
 
 impl TransferHandle {
-    pub(crate) fn of(key: TransferKey) -> Self {
-        Self(key.data().as_ffi() as i64)
-    }
+    pub(crate) const FIRST: Self = Self(1 << 62);
+}
 
-    /// None for a number that no key has: the slot map would mend it into one.
-    pub(crate) fn key(self) -> Option<TransferKey> {
-        let key = TransferKey::from(KeyData::from_ffi(self.0 as u64));
-        (Self::of(key) == self).then_some(key)
+/// Why a handle that should be a sequence's, or a transfer's, is not.
+pub(crate) fn explain(handle: i64, is_transfer_wanted: bool) -> &'static str {
+    match (is_transfer_wanted, handle >= TransferHandle::FIRST.0) {
+        (false, true) => "it is a transfer's",
+        (true, false) => "it is a sequence's, or none",
+        (false, false) => "it was freed, or never given out",
+        (true, true) => "it has ended, or was never begun",
     }
 }

@@ -4,15 +4,14 @@
 //! Invariant: a verb checks its whole batch before it changes anything, so an error or a refusal leaves no trace.
 
 use std::borrow::Cow;
-
-use slotmap::SlotMap;
+use std::collections::BTreeMap;
 
 use crate::block_size::BlockSize;
 use crate::commit::CommitRows;
 use crate::error::{Error, Result};
 use crate::free_list::Reuse;
 use crate::hash::BlockHasher;
-use crate::ids::{BlockId, SeqHandle, TransferKey};
+use crate::ids::{BlockId, SeqHandle, TransferHandle};
 use crate::keys::{namespace_matches, Keys};
 use crate::pool::Pool;
 use crate::prompt::Preparer;
@@ -115,7 +114,8 @@ pub struct Manager {
     pub(crate) size: BlockSize,
     pub(crate) pool: Pool,
     pub(crate) seqs: Sequences,
-    pub(crate) transfers: SlotMap<TransferKey, Transfer>,
+    pub(crate) transfers: BTreeMap<TransferHandle, Transfer>,
+    pub(crate) next_transfer: TransferHandle,
     pub(crate) watermark: usize,
     pub(crate) null_block: bool,
     pub(crate) full_hit: FullHit,
@@ -179,7 +179,8 @@ impl Manager {
             size: BlockSize::new(block_size),
             pool,
             seqs: Sequences::new(no_tokens),
-            transfers: SlotMap::with_key(),
+            transfers: BTreeMap::new(),
+            next_transfer: TransferHandle::FIRST,
             watermark: watermark_blocks,
             null_block,
             full_hit: config.full_hit,

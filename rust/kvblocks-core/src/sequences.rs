@@ -54,8 +54,7 @@ impl Sequences {
         self.get(handle)?;
         let no_tokens = Arc::clone(&self.no_tokens);
         let place = &mut self.places[handle.index()];
-        // Handles stay positive int64s: generations wrap at 31 bits.
-        let next = (place.generation + 1) % (1 << 31);
+        let next = (place.generation + 1) % SeqHandle::NUM_GENERATIONS;
         let vacated = Sequence { generation: next, ..Sequence::new(no_tokens, 0) };
         let seq = std::mem::replace(place, vacated);
         self.vacant.push(handle.index() as u32);

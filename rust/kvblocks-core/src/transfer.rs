@@ -2,7 +2,7 @@
 //! `manager` and below.
 //!
 //! Invariant: a transfer owns references of its own from `begin` to its end, whatever happens to the sequence. Its
-//! handle carries a generation, so that ending it twice is an error and never frees another's blocks.
+//! handle is never given out again, so that ending it twice is an error and never frees another's blocks.
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, SeqHandle, TransferHandle};
@@ -53,14 +53,15 @@ impl Manager {
         for &block in &blocks {
             self.pool.hold(block);
         }
-        let key = self.transfers.insert(Transfer { blocks, begun_at: self.counters.steps });
-        Ok(TransferHandle::of(key))
+        let handle = self.next_transfer;
+        self.next_transfer.0 += 1;
+        self.transfers.insert(handle, Transfer { blocks, begun_at: self.counters.steps });
+        Ok(handle)
     }
 
     /// End a transfer; returns the blocks that nobody owns any more. O(blocks).
     pub fn end_transfer(&mut self, handle: TransferHandle, outcome: Outcome) -> Result<usize> {
-        let transfer = handle.key().and_then(|key| self.transfers.remove(key));
-        let transfer = transfer.ok_or(Error::StaleTransfer(handle))?;
+        let transfer = self.transfers.remove(&handle).ok_or(Error::StaleTransfer(handle))?;
         match outcome {
             Outcome::Complete => self.counters.completed_transfers += 1,
             Outcome::Failed => self.counters.failed_transfers += 1,
@@ -71,8 +72,8 @@ impl Manager {
 
     /// The transfers that have not ended, oldest handles first. O(transfers).
     pub fn pending_transfers(&self) -> Vec<Pending> {
-        let pending = self.transfers.iter().map(|(key, transfer)| Pending {
-            handle: TransferHandle::of(key),
+        let pending = self.transfers.iter().map(|(&handle, transfer)| Pending {
+            handle,
             num_blocks: transfer.blocks.len(),
             age_steps: self.counters.steps - transfer.begun_at,
         });
