@@ -101,12 +101,13 @@ impl Task for Gather<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let Self { cache, table, tokens, out } = self;
-        let paged = &cache.paged;
-        for (index, row) in out.chunks_exact_mut(cache.dim()).enumerate() {
-            let (position, head) = (tokens.start + index / paged.num_heads, index % paged.num_heads);
+        let (paged, dim) = (&cache.paged, cache.dim());
+        for (position, rows) in tokens.zip(out.chunks_exact_mut(paged.num_heads * dim)) {
             let (block, offset) = (table[position / paged.block_size] as usize, position % paged.block_size);
-            let at = paged.row_in_block(block, offset, head).start;
-            cache.decode(simd, at, block * paged.block_size + offset, head, row);
+            for (head, row) in rows.chunks_exact_mut(dim).enumerate() {
+                let at = paged.row_in_block(block, offset, head).start;
+                cache.decode(simd, at, block * paged.block_size + offset, head, row);
+            }
         }
     }
 }

@@ -124,9 +124,8 @@ pub(super) struct Rows<'a> {
     /// Elements of a row.
     dim: usize,
     bits: usize,
-    /// Elements that share a scale, or all of a row; and how many such groups it has.
+    /// Elements that share a scale, or all of a row.
     size: usize,
-    num_groups: usize,
     of_tokens: bool,
     scales: &'a Scales,
     /// Where the rows of a tile start, and those of the next one.
@@ -162,7 +161,6 @@ impl<'a> Rows<'a> {
             dim,
             bits,
             size,
-            num_groups: dim.div_ceil(size),
             of_tokens,
             scales,
             tokens,
@@ -193,12 +191,12 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The values of a chunk of a row.
+    /// A chunk of a row: its codes, or, where neighbours share scales, its values.
     ///
     /// # Safety
     /// The row is that of the head and the key, which is one of the tile, and has the chunk.
     #[inline(always)]
-    unsafe fn values<S: Simd, const BITS: usize, const OF_TOKENS: bool>(
+    unsafe fn values<S: Simd, const BITS: usize, const CODES: bool>(
         &self,
         simd: S,
         row: *const u8,
@@ -208,21 +206,24 @@ impl<'a> Rows<'a> {
         // SAFETY: the caller's; `Load` has filled the scales of all heads and keys.
         unsafe {
             let [low, high] = load_codes::<S, BITS>(simd, row.add(chunk.start * BITS / 8), chunk.len);
-            let first = self.scales.place.get_unchecked(key) + head * self.scales.head_stride;
-            let (scale, zero) = (self.scales.scale.as_ptr().add(first), self.scales.zero.as_ptr().add(first));
-            if OF_TOKENS {
-                let table = simd.table::<BITS>(1.0, 0.0);
-                let (scale, zero) = (scale.add(chunk.start), zero.add(chunk.start));
-                let (low, high) = (simd.look_up::<BITS>(table, low), simd.look_up::<BITS>(table, high));
-                [
-                    simd.mul_add(low, simd.load(scale), simd.load(zero)),
-                    simd.mul_add(high, simd.load(scale.add(S::LANES)), simd.load(zero.add(S::LANES))),
-                ]
+            let table = if CODES {
+                simd.table::<BITS>(1.0, 0.0)
             } else {
-                let table = simd.table::<BITS>(*scale.add(chunk.group), *zero.add(chunk.group));
-                [simd.look_up::<BITS>(table, low), simd.look_up::<BITS>(table, high)]
-            }
+                let at = self.scales_of(head, key) + chunk.group;
+                simd.table::<BITS>(*self.scales.scale.as_ptr().add(at), *self.scales.zero.as_ptr().add(at))
+            };
+            [simd.look_up::<BITS>(table, low), simd.look_up::<BITS>(table, high)]
         }
+    }
+
+    /// Where the scales of a head and a key begin.
+    ///
+    /// # Safety
+    /// The key is below TILE.
+    #[inline(always)]
+    unsafe fn scales_of(&self, head: usize, key: usize) -> usize {
+        // SAFETY: the caller's.
+        unsafe { self.scales.place.get_unchecked(key) + head * self.scales.head_stride }
     }
 }
 
@@ -238,17 +239,21 @@ struct Chunk {
 /// Call `$step` with every chunk of a row; whole ones have a constant length.
 macro_rules! for_chunks {
     ($rows:expr, $chunk:ident => $step:expr) => {
-        for group in 0..$rows.num_groups {
-            let end = $rows.dim.min((group + 1) * $rows.size);
-            for start in (group * $rows.size..end).step_by(2 * S::LANES) {
-                if end - start >= 2 * S::LANES {
-                    let $chunk = Chunk { start, len: 2 * S::LANES, group };
-                    $step
-                } else {
-                    let $chunk = Chunk { start, len: end - start, group };
-                    $step
-                }
+        let (dim, size) = ($rows.dim, $rows.size);
+        // A group has whole chunks, up to the end of the row.
+        let (mut start, mut group, mut left) = (0, 0, size);
+        while dim - start >= 2 * S::LANES {
+            let $chunk = Chunk { start, len: 2 * S::LANES, group };
+            $step;
+            start += 2 * S::LANES;
+            left -= 2 * S::LANES;
+            if left == 0 {
+                (group, left) = (group + 1, size);
             }
+        }
+        if start < dim {
+            let $chunk = Chunk { start, len: dim - start, group };
+            $step;
         }
     };
 }
@@ -280,7 +285,7 @@ trait Product {
     fn most_heads<S: Simd>() -> usize;
 
     /// Tokens at a time where the heads of a token lie side by side.
-    const TOKENS: usize;
+    fn tokens(of_tokens: bool) -> usize;
 
     /// The query heads from `head` on, which share `kv_head`, and some keys.
     fn pass<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
@@ -306,7 +311,7 @@ fn run<S: Simd, P: Product>(simd: S, product: &mut P) {
 #[inline(always)]
 fn all_heads<S: Simd, P: Product, const BITS: usize, const OF_TOKENS: bool>(simd: S, product: &mut P) {
     let Rows { len, num_heads, group, heads_together, .. } = *product.rows();
-    let together = if heads_together { P::TOKENS } else { len };
+    let together = if heads_together { P::tokens(OF_TOKENS) } else { len };
     for first in (0..len).step_by(together) {
         let keys = first..len.min(first + together);
         for kv_head in 0..num_heads {
@@ -332,6 +337,8 @@ pub(super) struct Logits<'a> {
     /// `[num_q_heads, q_stride]`, each 0 from its end up to whole chunks.
     pub q: &'a [f32],
     pub q_stride: usize,
+    /// `[4, q_stride]`: scratch.
+    pub folded: &'a mut [f32],
     /// `[num_q_heads, TILE]`.
     pub logits: &'a mut [f32],
 }
@@ -342,6 +349,7 @@ impl Task for Logits<'_> {
     #[inline(always)]
     fn run<S: Simd>(mut self, simd: S) {
         assert!(self.q_stride >= self.rows.dim.next_multiple_of(2 * S::LANES));
+        assert!(self.folded.len() >= 4 * self.q_stride);
         run(simd, &mut self);
     }
 }
@@ -360,7 +368,13 @@ impl Product for Logits<'_> {
         }
     }
 
-    const TOKENS: usize = 4;
+    fn tokens(of_tokens: bool) -> usize {
+        if of_tokens {
+            TILE // the query has to be folded for all of a group
+        } else {
+            4
+        }
+    }
 
     #[inline(always)]
     fn pass<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
@@ -370,25 +384,17 @@ impl Product for Logits<'_> {
         head: usize,
         keys: Range<usize>,
     ) {
-        let q = &self.q[head * self.q_stride..][..HEADS * self.q_stride];
         self.rows.ask(simd, kv_head, keys.clone());
-        // In fours; where the last ones are no keys of the tile, nobody looks at their logits.
+        if OF_TOKENS {
+            self.by_groups::<S, BITS, HEADS>(simd, kv_head, head, keys);
+            return;
+        }
+        let q = &self.q[head * self.q_stride..][..HEADS * self.q_stride];
         for first in keys.step_by(4) {
-            let mut products = [[simd.splat(0.0); 4]; HEADS];
-            // SAFETY: the rows of four keys of a tile have all chunks, and so have the queries.
-            unsafe {
-                let rows = [
-                    self.rows.at(kv_head, first),
-                    self.rows.at(kv_head, first + 1),
-                    self.rows.at(kv_head, first + 2),
-                    self.rows.at(kv_head, first + 3),
-                ];
-                for_chunks!(self.rows, chunk => {
-                    let keys = (kv_head, first);
-                    self.multiply::<S, BITS, OF_TOKENS, HEADS>(simd, rows, keys, chunk, q, &mut products);
-                });
-            }
+            // SAFETY: the keys are below TILE, as ranges of them start at multiples of four; q has whole chunks.
+            let products = unsafe { self.four::<S, BITS, false, HEADS>(simd, kv_head, first, q.as_ptr()) };
             for (index, products) in products.into_iter().enumerate() {
+                // Where the last ones are no keys of the tile, nobody looks at their logits.
                 self.logits[(head + index) * TILE + first..][..4].copy_from_slice(&simd.sum_4(products));
             }
         }
@@ -396,37 +402,97 @@ impl Product for Logits<'_> {
 }
 
 impl Logits<'_> {
-    /// # Safety
-    /// The rows are those of four keys of the tile and have the chunk, and so has q.
+    /// Keys whose elements share scales, group by group: q.(code * scale + zero) = (q * scale).code + q.zero.
     #[inline(always)]
-    unsafe fn multiply<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
-        &self,
+    fn by_groups<S: Simd, const BITS: usize, const HEADS: usize>(
+        &mut self,
         simd: S,
-        rows: [*const u8; 4],
-        (head, first): (usize, usize),
-        chunk: Chunk,
-        q: &[f32],
-        products: &mut [[S::F; 4]; HEADS],
+        kv_head: usize,
+        head: usize,
+        keys: Range<usize>,
     ) {
-        // SAFETY: the caller's.
-        unsafe {
-            let [a, b, c, d] = [
-                self.rows.values::<S, BITS, OF_TOKENS>(simd, rows[0], (head, first), chunk),
-                self.rows.values::<S, BITS, OF_TOKENS>(simd, rows[1], (head, first + 1), chunk),
-                self.rows.values::<S, BITS, OF_TOKENS>(simd, rows[2], (head, first + 2), chunk),
-                self.rows.values::<S, BITS, OF_TOKENS>(simd, rows[3], (head, first + 3), chunk),
-            ];
-            let halves = [[a[0], b[0], c[0], d[0]], [a[1], b[1], c[1], d[1]]];
-            for (half, k) in halves.into_iter().enumerate() {
-                let q = q.as_ptr().add(chunk.start + half * S::LANES);
-                for (index, products) in products.iter_mut().enumerate() {
-                    let q = simd.load(q.add(index * self.q_stride));
-                    for key in 0..4 {
-                        products[key] = simd.mul_add(q, k[key], products[key]);
+        let mut end = keys.start;
+        while end < keys.end {
+            let (first, place) = (end, self.rows.scales.place[end]);
+            while end < keys.end && self.rows.scales.place[end] == place {
+                end += 1;
+            }
+            let mut constant = [0.0; HEADS];
+            for (index, constant) in constant.iter_mut().enumerate() {
+                *constant =
+                    self.fold(simd, head + index, place + kv_head * self.rows.scales.head_stride, index);
+            }
+            for first in (first..end).step_by(4) {
+                // SAFETY: keys beyond the tile become its last one; the folded query has whole chunks.
+                let products =
+                    unsafe { self.four::<S, BITS, true, HEADS>(simd, kv_head, first, self.folded.as_ptr()) };
+                for (index, (products, constant)) in products.into_iter().zip(constant).enumerate() {
+                    let to = &mut self.logits[(head + index) * TILE..][..TILE][first..end.min(first + 4)];
+                    for (to, sum) in to.iter_mut().zip(simd.sum_4(products)) {
+                        *to = sum + constant;
                     }
                 }
             }
         }
+    }
+
+    /// Fold the scales that start at a place into a head of the query; its product with the zeros.
+    #[inline(always)]
+    fn fold<S: Simd>(&mut self, simd: S, head: usize, place: usize, index: usize) -> f32 {
+        let stride = self.rows.scales.head_stride;
+        let q = &self.q[head * self.q_stride..][..stride];
+        let [scale, zero] =
+            [&self.rows.scales.scale, &self.rows.scales.zero].map(|all| &all[place..][..stride]);
+        let to = &mut self.folded[index * self.q_stride..][..stride];
+        let mut constant = simd.splat(0.0);
+        for at in (0..stride).step_by(S::LANES) {
+            // SAFETY: all have `stride` elements, whole vectors.
+            unsafe {
+                let q = simd.load(q.as_ptr().add(at));
+                constant = simd.mul_add(q, simd.load(zero.as_ptr().add(at)), constant);
+                simd.store(to.as_mut_ptr().add(at), simd.mul(q, simd.load(scale.as_ptr().add(at))));
+            }
+        }
+        simd.sum(constant)
+    }
+
+    /// The products of queries, `q_stride` apart, with the values of four keys, or with their codes.
+    ///
+    /// # Safety
+    /// The queries have whole chunks. Keys beyond the tile become its last one.
+    #[inline(always)]
+    unsafe fn four<S: Simd, const BITS: usize, const CODES: bool, const HEADS: usize>(
+        &self,
+        simd: S,
+        head: usize,
+        first: usize,
+        q: *const f32,
+    ) -> [[S::F; 4]; HEADS] {
+        let mut products = [[simd.splat(0.0); 4]; HEADS];
+        let keys = [first, first + 1, first + 2, first + 3].map(|key| key.min(TILE - 1));
+        // SAFETY: the rows of keys of a tile have all chunks, and so have the queries.
+        unsafe {
+            let rows = keys.map(|key| self.rows.at(head, key));
+            for_chunks!(self.rows, chunk => {
+                let [a, b, c, d] = [
+                    self.rows.values::<S, BITS, CODES>(simd, rows[0], (head, keys[0]), chunk),
+                    self.rows.values::<S, BITS, CODES>(simd, rows[1], (head, keys[1]), chunk),
+                    self.rows.values::<S, BITS, CODES>(simd, rows[2], (head, keys[2]), chunk),
+                    self.rows.values::<S, BITS, CODES>(simd, rows[3], (head, keys[3]), chunk),
+                ];
+                let halves = [[a[0], b[0], c[0], d[0]], [a[1], b[1], c[1], d[1]]];
+                for (half, k) in halves.into_iter().enumerate() {
+                    let q = q.add(chunk.start + half * S::LANES);
+                    for (index, products) in products.iter_mut().enumerate() {
+                        let q = simd.load(q.add(index * self.q_stride));
+                        for key in 0..4 {
+                            products[key] = simd.mul_add(q, k[key], products[key]);
+                        }
+                    }
+                }
+            });
+        }
+        products
     }
 }
 
@@ -457,8 +523,9 @@ impl Product for Sums<'_> {
         4
     }
 
-    // All of a tile: its sums stay in registers.
-    const TOKENS: usize = TILE;
+    fn tokens(_: bool) -> usize {
+        TILE // its sums stay in registers
+    }
 
     #[inline(always)]
     fn pass<S: Simd, const BITS: usize, const OF_TOKENS: bool, const HEADS: usize>(
@@ -500,7 +567,16 @@ impl Sums<'_> {
             }
             for key in keys {
                 let row = self.rows.at(kv_head, key);
-                let values = self.rows.values::<S, BITS, OF_TOKENS>(simd, row, (kv_head, key), chunk);
+                let mut values = self.rows.values::<S, BITS, OF_TOKENS>(simd, row, (kv_head, key), chunk);
+                if OF_TOKENS {
+                    let at = self.rows.scales_of(kv_head, key) + chunk.start;
+                    let scale = self.rows.scales.scale.as_ptr().add(at);
+                    let zero = self.rows.scales.zero.as_ptr().add(at);
+                    for (half, value) in values.iter_mut().enumerate() {
+                        let at = half * S::LANES;
+                        *value = simd.mul_add(*value, simd.load(scale.add(at)), simd.load(zero.add(at)));
+                    }
+                }
                 for (index, sums) in sums.iter_mut().enumerate() {
                     let weight = simd.splat(*weights.get_unchecked(index * TILE + key));
                     for (sum, value) in sums.iter_mut().zip(values) {

@@ -21,8 +21,9 @@ pub(super) struct Scratch {
     row: Vec<f32>,
     /// `[num_q_heads, head_dim padded to lanes]`, as `Order` has them.
     q: Lines,
-    /// Of K and V, where they have groups.
+    /// Of K and V, where they have groups; and queries with scales of K in them.
     scales: [grouped::Scales; 2],
+    folded: Lines,
     /// `[num_q_heads, TILE]`: logits, then weights.
     weights: Lines,
     /// `[2, num_heads, TILE]`: what K and V of a token are multiplied with.
@@ -36,8 +37,8 @@ impl Default for Scratch {
     fn default() -> Self {
         let tiles = [Tile::EMPTY, Tile::EMPTY];
         let scales = [grouped::Scales::EMPTY; 2];
-        let [q, weights, factors, lane_sums] = std::array::from_fn(|_| Lines::default());
-        Self { row: Vec::new(), scales, q, weights, factors, lane_sums, tiles }
+        let [folded, q, weights, factors, lane_sums] = std::array::from_fn(|_| Lines::default());
+        Self { row: Vec::new(), scales, folded, q, weights, factors, lane_sums, tiles }
     }
 }
 
@@ -54,11 +55,20 @@ pub(super) fn run<S: Simd>(
     let q_heads = unit.heads.start * group..unit.heads.end * group;
     let source = call.source(unit);
     let (k_order, v_order) = (order::<S>(source.k), order::<S>(source.v));
-    let Scratch { row, scales: [k_scales, v_scales], q, weights, factors, lane_sums, tiles: [now, next] } =
-        scratch;
+    let Scratch {
+        row,
+        scales: [k_scales, v_scales],
+        folded,
+        q,
+        weights,
+        factors,
+        lane_sums,
+        tiles: [now, next],
+    } = scratch;
     row.resize(head_dim.max(head_dim_v), 0.0);
     let q_stride = head_dim.next_multiple_of(2 * S::LANES);
     let q = q.filled(q_heads.len() * q_stride, 0.0);
+    let folded = folded.filled(if source.k.scaling.is_factor() { 0 } else { 4 * q_stride }, 0.0);
     let mut exact = S::BF16 && k_order.in_pairs();
     for (to, head) in q.chunks_exact_mut(q_stride).zip(q_heads.clone()) {
         let to = &mut to[..head_dim];
@@ -113,7 +123,7 @@ pub(super) fn run<S: Simd>(
             if let Some(rows) =
                 grouped::Rows::new(source.k, k_scales, unit.heads.clone(), group, (&now.k, &next.k), now.len)
             {
-                simd.vectorize(grouped::Logits { rows, q, q_stride, logits: weights });
+                simd.vectorize(grouped::Logits { rows, q, q_stride, folded, logits: weights });
             }
         }
         let distance = unit.position - first;

@@ -304,9 +304,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
 
     #[inline(always)]
     fn table<const BITS: usize>(self, scale: f32, zero: f32) -> __m512 {
-        let codes = std::array::from_fn::<f32, 16, _>(|lane| (lane % (1 << BITS)) as f32);
         on_registers!({
-            let codes = _mm512_loadu_ps(codes.as_ptr());
+            let codes = if BITS == 2 {
+                _mm512_setr_ps(0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0)
+            } else {
+                self.iota()
+            };
             _mm512_add_ps(_mm512_mul_ps(codes, _mm512_set1_ps(scale)), _mm512_set1_ps(zero))
         })
     }
