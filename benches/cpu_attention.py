@@ -2,8 +2,9 @@
 
 Run it from the checkout on an idle machine: python benches/cpu_attention.py
 
-Decoding is 8 sequences of 2,048 tokens in shuffled blocks of 16, 32 query and 8 K/V heads of 128, on queries of
-the cache's dtype (bfloat16 for formats). Prefill is 512 queries on 2,048 keys. Conversions are of 2^22 elements.
+Decoding is 8 sequences of 2,048 tokens in shuffled blocks of 16 (32 where groups are of tokens), 32 query and 8 K/V
+heads of 128, on queries of the cache's dtype (bfloat16 for formats). Prefill is 512 queries on 2,048 keys. Conversions
+are of 2^22 elements, or of 2^22 of K and as many of V.
 Every figure is the best of `--repeat` runs, and its ratios are to references that ran in turn with it.
 The NumPy backend is measured on one sequence, as it takes seconds for all.
 """
@@ -22,12 +23,14 @@ from kvblocks._core import cpu_read_all
 from kvblocks.backends.cpu import CpuBackend
 from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.config import CacheConfig
+from kvblocks.formats import parse_format
 from kvblocks.layout import LayerCache, from_float32
 
 NUM_SEQS, NUM_KEYS, NUM_QUERIES = 8, 2048, 512
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 NUM_ELEMENTS = 1 << 22
-DECODED = ["float32", "bfloat16", "fp8_e4m3", "int8", "int4"]
+DECODED = ["float32", "bfloat16", "fp8_e4m3", "int8", "int4", "kivi4", "kivi2"]
+CONVERTED = ["fp8_e4m3:head", "int8", "int4", "kivi4", "kivi2"]
 
 
 def best(repeat: int, *calls: Callable[[], object]) -> list[float]:
@@ -41,11 +44,17 @@ def best(repeat: int, *calls: Callable[[], object]) -> list[float]:
     return seconds
 
 
+def block_size_of(kv_format: str) -> int:
+    """The block size that a format is measured with."""
+    return max(BLOCK_SIZE, parse_format(kv_format, "k").group)
+
+
 def filled(kv_format: str, num_seqs: int) -> tuple[LayerCache, NDArray[np.int32]]:
     """A written cache of one layer, and shuffled tables."""
     rng = np.random.default_rng(0)
-    num_blocks = num_seqs * NUM_KEYS // BLOCK_SIZE + 1
-    config = CacheConfig(1, NUM_KV_HEADS, HEAD_DIM, block_size=BLOCK_SIZE, kv_format=kv_format)
+    block_size = block_size_of(kv_format)
+    num_blocks = num_seqs * NUM_KEYS // block_size + 1
+    config = CacheConfig(1, NUM_KV_HEADS, HEAD_DIM, block_size=block_size, kv_format=kv_format)
     backend = CpuBackend()
     (cache,) = backend.allocate(config, num_blocks)
     rows = rng.standard_normal((cache.num_slots, NUM_KV_HEADS, HEAD_DIM), np.float32)
@@ -124,34 +133,35 @@ def print_prefill(threads: list[int], repeat: int, torch: ModuleType | None) -> 
 
 
 def print_conversion(repeat: int) -> None:
-    """GB of float32 a second, one thread, by write and gather with a static scale."""
+    """GB of float32 a second, one thread; each call in turn with a copy of one float32 array to another."""
+    print("conversion           write   gather  quantize  dequantize   GB/s of float32 (of a copy)")
     backend = CpuBackend(num_threads=1)
-    config = CacheConfig(1, NUM_KV_HEADS, HEAD_DIM, block_size=BLOCK_SIZE, kv_format="fp8_e4m3:head")
     num_slots = NUM_ELEMENTS // (NUM_KV_HEADS * HEAD_DIM)
-    (cache,) = backend.allocate(config, num_slots // BLOCK_SIZE)
-    for scale in (cache.k_scale, cache.v_scale):
-        assert scale is not None
-        scale.fill(0.01)
     rows = np.random.default_rng(3).standard_normal((num_slots, NUM_KV_HEADS, HEAD_DIM), np.float32)
-    slots, table = np.arange(num_slots), np.arange(cache.num_blocks, dtype=np.int32)
-    write, gather, encode, decode = best(
-        repeat,
-        lambda: backend.write(cache, rows, rows, slots),
-        lambda: backend.gather(cache, table, num_slots),
-        lambda: backend.quantize(rows, "fp8_e4m3:head", 0.01),
-        lambda: backend.dequantize(
-            cache.k.reshape(num_slots, NUM_KV_HEADS, HEAD_DIM),
-            "fp8_e4m3:head",
-            np.full(NUM_KV_HEADS, 0.01, np.float32),
-        ),
-    )
-    for name, seconds, parts in (
-        ("write, float32 to e4m3", write, 2),
-        ("gather, e4m3 to float32", gather, 2),
-        ("quantize", encode, 1),
-        ("dequantize", decode, 1),
-    ):
-        print(f"{name}: {parts * rows.nbytes / seconds / 1e9:.2f} GB/s of float32, 1 thread")
+    slots, copied = np.arange(num_slots), np.zeros_like(rows)
+    for name in CONVERTED:
+        part, block_size = parse_format(name, "k"), block_size_of(name)
+        config = CacheConfig(1, NUM_KV_HEADS, HEAD_DIM, block_size=block_size, kv_format=name)
+        (cache,) = backend.allocate(config, num_slots // block_size)
+        if part.is_static:
+            for array in (cache.k_scale, cache.v_scale):
+                assert array is not None
+                array.fill(0.01)
+        table = np.arange(cache.num_blocks, dtype=np.int32)
+        scale = 0.01 if part.is_static else "amax"
+        encoded = backend.quantize(rows, part, scale)
+        assert encoded.scale is not None
+        calls: list[tuple[Callable[[], object], int]] = [
+            (partial(backend.write, cache, rows, rows, slots), 2),
+            (partial(backend.gather, cache, table, num_slots), 2),
+            (partial(backend.quantize, rows, part, scale), 1),
+            (partial(backend.dequantize, encoded.codes, part, encoded.scale, encoded.zero), 1),
+        ]
+        line = f"{name:16}"
+        for call, parts in calls:
+            seconds, copy = best(repeat, call, partial(np.copyto, copied, rows))
+            line += f"{parts * rows.nbytes / seconds / 1e9:7.1f} ({parts * copy / seconds:.2f})"
+        print(line)
 
 
 def main() -> None:

@@ -207,8 +207,11 @@ class CpuBackend:
         check_gather(_SUPPORTED, cache, block_table, seq_len)
         with holding(reads=(*_arrays(cache), block_table), writes=()):
             table = _plain(block_table)
-            k = np.empty((seq_len, cache.num_kv_heads, cache.head_dim), np.float32)
-            v = np.empty((seq_len, cache.num_kv_heads, cache.head_dim_v), np.float32)
+            # On huge pages, as the system takes longer to make small ones than the kernel to fill them.
+            k, v = (
+                empty((seq_len, cache.num_kv_heads, dim), np.dtype(np.float32))
+                for dim in (cache.head_dim, cache.head_dim_v)
+            )
             for part, rows in ((_Part.k(cache), k), (_Part.v(cache), v)):
                 storage = (part.storage(), part.scales())
                 cpu_gather(storage, table, int(seq_len), _flat(rows), self._how)

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use kvblocks_cpu::{
     attend, copy_blocks, gather, merge_states, write, Batch, Cache, CacheMut, Elements, ElementsMut, Error,
-    Execution, Isa, Options, Output, Paged, Queries, Scaling, ScalingMut, Storage,
+    Execution, Groups, GroupsMut, Isa, Losses, Options, Output, Paged, Queries, Scaling, ScalingMut, Storage,
 };
 use proptest::prelude::*;
 
@@ -381,6 +381,49 @@ proptest! {
         match result {
             Ok(()) => prop_assert!(out.iter().all(|value| value.is_finite() && *value != 5.0)),
             Err(_) => prop_assert!(out.iter().all(|value| *value == 5.0)),
+        }
+    }
+
+    /// The same of formats with groups; and what any number of threads writes is the same.
+    #[test]
+    fn no_groups_panic(
+        paged in geometry(),
+        (size, bits, of_tokens) in (prop_oneof![0usize..4, Just(32), Just(64)], 1usize..6, any::<bool>()),
+        (fit, num_scales) in (any::<bool>(), 0usize..40),
+        slots in prop_oneof![
+            proptest::collection::vec(prop_oneof![-2i64..12, Just(i64::MAX)], 0..6),
+            (0i64..12).prop_map(|last| (0..last).rev().collect()),
+        ],
+        table in proptest::collection::vec(index(), 0..4),
+    ) {
+        let (data, rows) = (vec![0u8; 200], values(800, 1));
+        let dim = paged.head_dim.saturating_mul(8 / bits);
+        let groups = if of_tokens { dim } else { dim.div_ceil(size.max(1)) };
+        let tokens = if of_tokens { paged.num_slots() / size.max(1) } else { paged.num_slots() };
+        let needed = tokens.saturating_mul(paged.num_heads).saturating_mul(groups);
+        let len = if fit && needed < 5000 { needed } else { num_scales };
+        let results = [1, 3].map(|num_threads| {
+            let how = Execution { isa: Isa::best(), num_threads };
+            let (mut cache, mut scale, mut zero) = (data.clone(), vec![f16::ONE; len], vec![f16::ONE; len]);
+            let made = GroupsMut { size, bits, scale: &mut scale, zero: &mut zero };
+            let scaling = if of_tokens { ScalingMut::TokenGroup(made) } else { ScalingMut::Group(made) };
+            let target = CacheMut { data: ElementsMut::Packed(&mut cache), paged, scaling };
+            let mut losses = Losses::none(paged.num_heads.min(100));
+            let result = write(target, Elements::F32(&rows), &slots, Some(&mut losses), how);
+            (result, cache, scale, zero, losses)
+        });
+        prop_assert_eq!(&results[0], &results[1]);
+        let [(result, cache, scale, zero, _), _] = results;
+        if result.is_err() {
+            prop_assert_eq!(&cache, &data);
+            prop_assert!(scale.iter().chain(&zero).all(|&each| each == f16::ONE));
+        }
+        let read = Groups { size, bits, scale: &scale, zero: &zero };
+        let scaling = if of_tokens { Scaling::TokenGroup(read) } else { Scaling::Group(read) };
+        let mut out = vec![5.0; 4usize.saturating_mul(paged.num_heads).saturating_mul(dim).min(2000)];
+        let how = Execution { isa: Isa::best(), num_threads: 2 };
+        if gather(Cache { data: Elements::Packed(&cache), paged, scaling }, &table, 4, &mut out, how).is_err() {
+            prop_assert!(out.iter().all(|&value| value == 5.0));
         }
     }
 }
