@@ -46,7 +46,8 @@ def best(repeat: int, *calls: Callable[[], object]) -> list[float]:
 
 def block_size_of(kv_format: str) -> int:
     """The block size that a format is measured with."""
-    return max(BLOCK_SIZE, parse_format(kv_format, "k").group)
+    part = parse_format(kv_format, "k")
+    return max(BLOCK_SIZE, part.group) if part.scaling == "token_group" else BLOCK_SIZE
 
 
 def filled(kv_format: str, num_seqs: int) -> tuple[LayerCache, NDArray[np.int32]]:
