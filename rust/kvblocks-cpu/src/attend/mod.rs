@@ -11,8 +11,10 @@ mod checks;
 mod grouped;
 mod lines;
 mod narrow;
+mod order;
 mod plan;
 mod products;
+mod rows;
 mod tile;
 mod wide;
 

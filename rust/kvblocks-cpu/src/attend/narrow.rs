@@ -1,4 +1,5 @@
-//! Attention of one query: lanes are elements of a row. Imports `tile`, `products`, `code`, `simd` and `math`.
+//! Attention of one query: lanes are elements of a row. Imports `grouped`, `lines`, `order`, `products`, `rows`,
+//! `tile`, `code`, `simd` and `math`.
 //!
 //! A row of K or V is loaded once for up to four query heads, in the order in which rows lie in memory; while a tile is
 //! computed, the next one is asked for.
@@ -6,7 +7,9 @@
 
 use super::grouped;
 use super::lines::Lines;
-use super::products::{are_bf16, Logits, Order, Rows, Sums};
+use super::order::{are_bf16, Order};
+use super::products::{Logits, Sums};
+use super::rows::Rows;
 use super::tile::{Tile, TILE};
 use super::{soft_cap, Call, Partials, State, Unit};
 use crate::code::with_elements;

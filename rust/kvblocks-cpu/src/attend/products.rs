@@ -1,4 +1,5 @@
-//! The two products of one query with the rows of a tile: q.k, and weights times values. Imports `tile`, `code`, `simd`.
+//! The two products of one query with the rows of a tile: q.k, and weights times values. Imports `rows`, `tile`, `code`
+//! and `simd`.
 //!
 //! Rows go through f32 (lanes are elements), or, where whole blocks of a row have a quick way to pairs of bf16, in pairs.
 //! Invariant: no value of K, V or a query is rounded; where the processor multiplies pairs, queries go in pairs too if
@@ -6,68 +7,10 @@
 
 use std::ops::Range;
 
+use super::rows::{Place, Rows, LINE_BYTES};
 use super::tile::TILE;
 use crate::code::Code;
-use crate::paged::Paged;
 use crate::simd::{Simd, Task, MAX_LANES};
-
-/// How the elements of a row stand in a query's scratch, or in sums.
-pub(super) struct Order {
-    /// If rows go in pairs, the elements that are low halves, by vector and lane; the high ones come next in the row.
-    pairs: Vec<usize>,
-}
-
-impl Order {
-    /// The order for rows of a slice's elements.
-    pub(super) fn of<S: Simd, T: Code>(_: &[T], dim: usize) -> Self {
-        let vectors = T::vectors_of_pairs::<S>();
-        let block = vectors * 2 * S::LANES;
-        let num_pairs = if block > 0 && dim.is_multiple_of(block) { dim / 2 } else { 0 };
-        let element = |pair: usize| {
-            let (vector, lane) = (pair / S::LANES, pair % S::LANES);
-            vector / vectors * block + T::place_of_pair(vector % vectors, lane)
-        };
-        Self { pairs: (0..num_pairs).map(element).collect() }
-    }
-
-    pub(super) fn in_pairs(&self) -> bool {
-        !self.pairs.is_empty()
-    }
-
-    /// Put a query where `Logits` wants it: in pairs of bf16 if that is exact, and in f32 otherwise.
-    #[inline(always)]
-    pub(super) fn arrange<S: Simd>(&self, row: &[f32], exact: bool, to: &mut [f32]) {
-        for (vector, pairs) in self.pairs.chunks_exact(S::LANES).enumerate() {
-            for (lane, &element) in pairs.iter().enumerate() {
-                let pair = [row[element], row[element + 1]];
-                if exact {
-                    to[vector * S::LANES + lane] =
-                        f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits());
-                } else {
-                    to[2 * vector * S::LANES + lane] = pair[0];
-                    to[(2 * vector + 1) * S::LANES + lane] = pair[1];
-                }
-            }
-        }
-    }
-
-    /// Put sums in pairs back into the order of the elements; `row` is scratch of the same length.
-    #[inline(always)]
-    pub(super) fn restore<S: Simd>(&self, sums: &mut [f32], row: &mut [f32]) {
-        for (vector, pairs) in self.pairs.chunks_exact(S::LANES).enumerate() {
-            for (lane, &element) in pairs.iter().enumerate() {
-                row[element] = sums[2 * vector * S::LANES + lane];
-                row[element + 1] = sums[(2 * vector + 1) * S::LANES + lane];
-            }
-        }
-        sums.copy_from_slice(row);
-    }
-}
-
-/// Whether values are bf16 numbers.
-pub(super) fn are_bf16(values: &[f32]) -> bool {
-    values.iter().fold(0, |bits, value| bits | value.to_bits()) & 0xFFFF == 0
-}
 
 /// Run a body for the query heads of a group, four, two or one of them at a time: `$first` stands for the first of them
 /// in the group, `$heads` for how many they are.
@@ -109,107 +52,6 @@ macro_rules! with_dim {
         }
     };
 }
-
-/// The rows of some heads of K or V in a tile.
-pub(super) struct Rows<'a, T> {
-    /// Base of the rows of the first head, which tokens are offsets to.
-    data: *const T,
-    /// Elements of a row.
-    dim: usize,
-    /// Elements between two heads of a token.
-    head_stride: usize,
-    num_heads: usize,
-    /// Query heads that share a head.
-    group: usize,
-    /// Whether the heads of a token lie side by side.
-    heads_together: bool,
-    /// As in `Tile`; `len` of them count.
-    tokens: &'a [usize; TILE],
-    len: usize,
-    /// Those of the next tile, or of this one again.
-    next: &'a [usize; TILE],
-}
-
-impl<'a, T: Code> Rows<'a, T> {
-    /// The rows of some heads.
-    pub(super) fn new(
-        data: &[T],
-        paged: &Paged,
-        heads: Range<usize>,
-        group: usize,
-        tokens: &'a [usize; TILE],
-        len: usize,
-        next: &'a [usize; TILE],
-    ) -> Self {
-        Self {
-            // Within the storage, as the head has rows.
-            data: data[heads.start * paged.head_stride..].as_ptr(),
-            dim: paged.head_dim,
-            head_stride: paged.head_stride,
-            num_heads: heads.len(),
-            group,
-            heads_together: paged.head_stride <= paged.token_stride,
-            tokens,
-            len,
-            next,
-        }
-    }
-
-    fn row_bytes(&self) -> usize {
-        self.dim * size_of::<T>()
-    }
-
-    /// Call for each head with some tokens, in the order in which their rows lie in memory, for the processor to read
-    /// ahead of them: where the heads of a token lie side by side, `together` tokens for all heads; else all of a head.
-    #[inline(always)]
-    fn for_each(&self, together: usize, mut call: impl FnMut(usize, Range<usize>)) {
-        let together = if self.heads_together { together } else { TILE };
-        for first in (0..self.len).step_by(together) {
-            for head in 0..self.num_heads {
-                call(head, first..self.len.min(first + together));
-            }
-        }
-    }
-
-    /// Where rows of a head start: those of some tokens, and what stands in their places in the next tile.
-    ///
-    /// # Safety
-    /// The head is one of these, and the tokens are some of the tile.
-    #[inline(always)]
-    unsafe fn at<const TOKENS: usize>(&self, head: usize, first: usize) -> [Place<T>; TOKENS] {
-        let head = self.data.wrapping_add(head * self.head_stride);
-        std::array::from_fn(|index| {
-            // SAFETY: the caller's.
-            let (this, next) =
-                unsafe { (self.tokens.get_unchecked(first + index), self.next.get_unchecked(first + index)) };
-            Place { row: head.wrapping_add(*this), next: head.wrapping_add(*next) }
-        })
-    }
-}
-
-/// A row of a tile, and the one in its place in the next tile.
-#[derive(Clone, Copy)]
-struct Place<T> {
-    row: *const T,
-    next: *const T,
-}
-
-impl<T> Place<T> {
-    /// Ask for some bytes of the next row from an element on, and for as many of this one `distance` elements further,
-    /// which are in a farther cache by now.
-    ///
-    /// So what is computed on is asked for twice, both times in the order of the computation: memory is read at one
-    /// pace, in runs that the processor sees, and what is used over and over stays in the first-level cache.
-    #[inline(always)]
-    fn ask<S: Simd>(self, simd: S, element: usize, bytes: usize, distance: usize) {
-        for byte in (0..bytes).step_by(LINE_BYTES) {
-            simd.prefetch_far(self.next.wrapping_add(element).cast::<u8>().wrapping_add(byte));
-            simd.prefetch_near(self.row.wrapping_add(element + distance).cast::<u8>().wrapping_add(byte));
-        }
-    }
-}
-
-const LINE_BYTES: usize = 64;
 
 /// Tokens whose V is taken at once where the heads of a token lie side by side.
 const V_TOKENS: usize = 8;
