@@ -257,3 +257,64 @@ def test_arguments_are_read_before_the_lock_is_taken(verb: str) -> None:
     with contextlib.suppress(kv.KVBlocksError):
         VERBS_OF_BATCHES[verb](engine, handles)
     assert handles.numbers, "the manager held its lock while it read its arguments"
+
+
+class Overwriting:
+    """A sequence of ints that writes to an array when it is read."""
+
+    def __init__(self, numbers: list[int], array: np.ndarray[Any, Any], wrong: int) -> None:
+        self.numbers, self.array, self.wrong = numbers, array, wrong
+
+    def __iter__(self) -> Iterator[int]:
+        self.array[:] = self.wrong
+        return iter(self.numbers)
+
+
+def test_handles_and_counts_are_those_at_the_call() -> None:
+    engine = Engine(8, 4)
+    handle = engine.serve(range(6))
+    handles, num_new = np.array([handle]), np.array([2], np.int32)
+    for array, wrong in ((handles, -1), (num_new, -1)):
+        kept = array.copy()
+        assert engine.step.schedule(handles, num_new, lookahead=Overwriting([0], array, wrong))  # type: ignore[arg-type]
+        assert array[0] == wrong
+        array[:] = kept
+        engine.manager.commit(handles, num_new, Overwriting([1, 2], array, wrong))  # type: ignore[arg-type]
+        array[:] = kept
+    assert engine.manager.tokens(handle).tolist() == [*range(6), 1, 2, 1, 2]
+
+
+def test_arrays_of_a_step_are_good_as_arguments() -> None:
+    engine = Engine(16, 4)
+    handles = [engine.serve(range(2)), engine.serve(range(3))]
+    assert engine.step.schedule(handles, [1, 2])
+    # [0, 1, 3], then [1, 2] of it, which this step overwrites.
+    assert engine.step.schedule(handles, engine.step.query_start_loc[:2], lookahead=engine.step.seq_lens)
+    assert engine.step.query_start_loc.tolist() == [0, 0, 1]
+    assert [engine.manager.sequence(handle).num_reserved for handle in handles] == [6, 11]
+
+
+def test_arrays_that_no_copy_has_memory_for_are_refused() -> None:
+    manager = kv.BlockManager(8, 4)
+    for call in (
+        lambda: manager.free(np.broadcast_to(np.int64(1), 2**50)),
+        lambda: manager.commit([1], np.broadcast_to(np.int32(1), 2**50)),
+        lambda: manager.prepare(np.broadcast_to(np.int32(1), 2**50)),
+    ):
+        with pytest.raises(MemoryError, match="has 1125899906842624 entries: no memory for a copy"):
+            call()
+
+
+def test_wrong_items_are_named_and_errors_of_theirs_kept() -> None:
+    class Broken:
+        def __index__(self) -> int:
+            raise RuntimeError("broken")
+
+    manager = kv.BlockManager(8, 4)
+    wrong: Any
+    for wrong, text in (([1, None], r"tokens\[1\] is a NoneType"), ([1, 2, 3.0], r"tokens\[2\] is a float")):
+        with pytest.raises(TypeError, match=text + ", expected an int"):
+            manager.prepare(wrong)
+    wrong = [Broken()]
+    with pytest.raises(RuntimeError, match="broken"):
+        manager.prepare(wrong)

@@ -54,7 +54,7 @@ def test_an_array_array_is_taken_like_a_list(manager: kv.BlockManager, typecode:
     assert step.schedule(handles, 1)
     manager.commit(handles, 1, array(typecode, [7]))
     assert manager.tokens(handles[0]).tolist() == [*range(9), 7]
-    with pytest.raises(TypeError, match="tokens is an array, expected an int32 or int64 array"):
+    with pytest.raises(TypeError, match=r"tokens\[0\] is a float, expected an int"):
         manager.prepare(array("d", [1.0]))
     with pytest.raises(ValueError, match=r"tokens\[1\] is -1"):
         manager.prepare(array("i", [1, -1]))
@@ -342,10 +342,11 @@ def view(memory: NDArray[np.int64], name: str, dtype: Any) -> list[int]:
             ValueError,
             f"memory has {NUM_WORDS - 1} entries, expected {NUM_WORDS}",
         ),
-        ([np.zeros(NUM_WORDS, np.int32)], TypeError, "memory"),
-        ([np.zeros((NUM_WORDS, 1), np.int64)], TypeError, "memory"),
-        (np.zeros(NUM_WORDS, np.int64), TypeError, "memory"),
+        ([np.zeros(NUM_WORDS, np.int32)], TypeError, "memory holds an item that is no int64 array"),
+        ([np.zeros((NUM_WORDS, 1), np.int64)], TypeError, "memory holds an item that is no int64 array"),
+        (np.zeros(NUM_WORDS, np.int64), TypeError, "memory holds an item that is no int64 array"),
         ([np.zeros(2 * NUM_WORDS, np.int64)[::2]], ValueError, "memory is not C-contiguous"),
+        ([np.zeros(8 * NUM_WORDS + 1, np.uint8)[1:].view(np.int64)], ValueError, "not aligned to 8 bytes"),
         ([np.broadcast_to(np.int64(0), NUM_WORDS)], ValueError, "memory is"),
     ],
 )
@@ -389,9 +390,21 @@ def test_step_buffers_are_made_once_and_not_used_before(manager: kv.BlockManager
         Unmade().schedule([], 1)
     with pytest.raises(RuntimeError, match="not called"):
         _ = Unmade().num_rows
-    step = kv.Step(manager, max_seqs=2)
+    memory = np.zeros(NUM_WORDS, np.int64)
+    step = StepBuffers(manager, [memory], *SIZES)
+    step.schedule(admit(manager, range(6)).handle, 6)
+    shown = view(memory, "block_tables", np.int32)
+    assert shown[:2] == [1, 2]
     with pytest.raises(RuntimeError, match="__init__ of the step was called twice"):
-        StepBuffers.__init__(step, manager, [np.zeros(NUM_WORDS, np.int64)], *SIZES)
+        StepBuffers.__init__(step, manager, [memory], *SIZES)
+    assert view(memory, "block_tables", np.int32) == shown
+
+
+def test_step_buffers_write_to_no_memory_before_all_is_checked(manager: kv.BlockManager) -> None:
+    memory = np.full(NUM_WORDS, 7, np.int64)
+    with pytest.raises(ValueError, match="memory has 1 entries"):
+        StepBuffers(manager, [memory, np.zeros(1, np.int64)], *SIZES)
+    assert (memory == 7).all()
 
 
 def test_steps_use_their_arrays_in_turn(manager: kv.BlockManager) -> None:

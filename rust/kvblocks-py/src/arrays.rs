@@ -1,13 +1,14 @@
 //! Python arguments as Rust slices: handles, counts, token ids, integers, keys.
 //!
 //! Invariant: an array of the wrong dtype or rank is a TypeError that names the argument; a number out of range is a
-//! ValueError; nothing is cast silently. Contiguous arrays, `array.array`s among them, are read where they are; lists and
-//! other sequences are converted, which costs a copy.
+//! ValueError; nothing is cast silently. Handles, counts and indices are copied: what the core has checked, another thread
+//! or a device may still write to. Token ids of contiguous arrays, `array.array`s among them, are read where they are;
+//! lists and other sequences are converted.
 
 use bytemuck::TransparentWrapper;
 use kvblocks_core::{Counts, KeyValue, Keys, Media, SeqHandle};
 use numpy::{Element, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PyString};
 
@@ -83,10 +84,10 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
     pub fn new(argument: &str, dtype: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
         if let Ok(array) = object.cast::<PyArray1<T>>() {
             let array = array.try_readonly()?;
-            return Ok(match array.as_slice() {
-                Ok(_) => Self::Borrowed(array),
-                Err(_) => Self::Owned(array.as_array().iter().copied().collect()),
-            });
+            return match array.as_slice() {
+                Ok(_) => Ok(Self::Borrowed(array)),
+                Err(_) => copied(argument, array.as_array().iter().copied()).map(Self::Owned),
+            };
         }
         if let Ok(array) = object.cast::<PyUntypedArray>() {
             return Err(PyTypeError::new_err(format!(
@@ -98,17 +99,37 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
         if let Ok(array) = viewed(object)?.cast::<PyArray1<T>>() {
             return Ok(Self::Borrowed(array.try_readonly()?));
         }
-        let wrong_type = |_| {
+        let wrong = |name: String, object: &Bound<'py, PyAny>, expected: &str| {
             let found = object.get_type().name().map(|name| name.to_string()).unwrap_or_default();
-            PyTypeError::new_err(format!(
-                "{argument} is {}, expected {} array or a sequence of ints",
-                with_article(&found),
-                with_article(dtype)
-            ))
+            PyTypeError::new_err(format!("{name} is {}, expected {expected}", with_article(&found)))
         };
-        let items = object.try_iter().map_err(wrong_type)?;
-        let items = items.map(|item| narrow(argument, item?.extract::<Int>().map_err(wrong_type)?.0));
+        let items = match object.try_iter() {
+            // Of a str every item would be one.
+            Ok(items) if !object.is_instance_of::<PyString>() => items,
+            _ => {
+                let expected = format!("{} array or a sequence of ints", with_article(dtype));
+                return Err(wrong(argument.to_owned(), object, &expected));
+            }
+        };
+        let items = items.enumerate().map(|(at, item)| {
+            let item = item?;
+            match item.extract::<Int>() {
+                Ok(Int(number)) => narrow(argument, number),
+                Err(error) if error.is_instance_of::<PyTypeError>(item.py()) => {
+                    Err(wrong(format!("{argument}[{at}]"), &item, "an int"))
+                }
+                Err(error) => Err(error),
+            }
+        });
         items.collect::<PyResult<_>>().map(Self::Owned)
+    }
+
+    /// As `new`, as the caller's own: the core relies on what it has checked.
+    pub fn owned(argument: &str, dtype: &str, object: &Bound<'py, PyAny>) -> PyResult<Vec<T>> {
+        match Self::new(argument, dtype, object)? {
+            Self::Borrowed(array) => copied(argument, array.as_slice()?.iter().copied()),
+            Self::Owned(numbers) => Ok(numbers),
+        }
     }
 
     pub fn get(&self) -> &[T] {
@@ -118,6 +139,15 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
             Self::Owned(numbers) => numbers,
         }
     }
+}
+
+/// The items of an array, whose length is the caller's, as a copy: a MemoryError where there is no room for it.
+pub fn copied<T>(argument: &str, items: impl ExactSizeIterator<Item = T>) -> PyResult<Vec<T>> {
+    let (len, mut copy) = (items.len(), Vec::new());
+    copy.try_reserve_exact(len)
+        .map_err(|_| PyMemoryError::new_err(format!("{argument} has {len} entries: no memory for a copy")))?;
+    copy.extend(items);
+    Ok(copy)
 }
 
 /// One number where an argument may be that or an array; None for anything else.
@@ -132,50 +162,50 @@ fn single(object: &Bound<'_, PyAny>) -> Option<i64> {
 }
 
 /// `handles`: int64 array [n], a sequence of ints, or one int.
-pub enum Handles<'py> {
+pub enum Handles {
     One([i64; 1]),
-    Many(Numbers<'py, i64>),
+    Many(Vec<i64>),
 }
 
-impl<'py> Handles<'py> {
-    pub fn new(object: &Bound<'py, PyAny>) -> PyResult<Self> {
+impl Handles {
+    pub fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         match single(object) {
             Some(one) => Ok(Self::One([one])),
-            None => Numbers::new("handles", "int64", object).map(Self::Many),
+            None => Numbers::owned("handles", "int64", object).map(Self::Many),
         }
     }
 
     pub fn get(&self) -> &[SeqHandle] {
         SeqHandle::wrap_slice(match self {
             Self::One(one) => one,
-            Self::Many(handles) => handles.get(),
+            Self::Many(handles) => handles,
         })
     }
 }
 
 /// Counts of a batch: int32 array [n], a sequence of ints, or one int for all rows.
-pub enum CountArgument<'py> {
+pub enum CountArgument {
     All(i32),
-    Each(Numbers<'py, i32>),
+    Each(Vec<i32>),
 }
 
-impl<'py> CountArgument<'py> {
-    pub fn new(argument: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+impl CountArgument {
+    pub fn new(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
         match single(object) {
             Some(one) => narrow(argument, one).map(Self::All),
-            None => Numbers::new(argument, "int32", object).map(Self::Each),
+            None => Numbers::owned(argument, "int32", object).map(Self::Each),
         }
     }
 
     /// The default where the argument was left out.
-    pub fn or(argument: &str, object: Option<&Bound<'py, PyAny>>, default: i32) -> PyResult<Self> {
+    pub fn or(argument: &str, object: Option<&Bound<'_, PyAny>>, default: i32) -> PyResult<Self> {
         object.map_or(Ok(Self::All(default)), |object| Self::new(argument, object))
     }
 
     pub fn get(&self) -> Counts<'_> {
         match self {
             Self::All(count) => Counts::All(*count),
-            Self::Each(counts) => Counts::Each(counts.get()),
+            Self::Each(counts) => Counts::Each(counts),
         }
     }
 }
@@ -206,7 +236,7 @@ impl<'py> TokenIds<'py> {
         let ids = Numbers::<i64>::new("tokens", "int32 or int64", object)?;
         // One pass that the compiler turns into vector instructions; the exact place matters to an error only.
         match ids.get().iter().fold(0, |all, &id| all | id >> 32) {
-            0 => Ok(Self::Owned(ids.get().iter().map(|&id| id as u32).collect())),
+            0 => copied("tokens", ids.get().iter().map(|&id| id as u32)).map(Self::Owned),
             _ => checked_ids(ids.get()).map(Self::Owned),
         }
     }
@@ -242,10 +272,10 @@ impl<'py> TokenIds<'py> {
     }
 
     /// The ids as the caller's own, copied if need be.
-    pub fn into_vec(self) -> Vec<u32> {
+    pub fn into_vec(self) -> PyResult<Vec<u32>> {
         match self {
-            Self::Owned(ids) => ids,
-            borrowed => borrowed.get().to_vec(),
+            Self::Owned(ids) => Ok(ids),
+            borrowed => copied("tokens", borrowed.get().iter().copied()),
         }
     }
 }

@@ -198,7 +198,7 @@ impl PyBlockManager {
         let prompt = match tokens.get().len() {
             ..4096 => self.preparer.prepare(tokens.get(), keys),
             _ => {
-                let ids = tokens.get().to_vec();
+                let ids = arrays::copied("tokens", tokens.get().iter().copied())?;
                 py.detach(|| self.preparer.prepare(ids, keys))
             }
         };
@@ -262,9 +262,12 @@ impl PyBlockManager {
     ) -> PyResult<()> {
         let handles = Handles::new(handles)?;
         let counts = CountArgument::new("counts", counts)?;
-        let ids = tokens.map(TokenIds::new).transpose()?;
-        let ids = ids.as_ref().map_or(&[][..], TokenIds::get);
-        self.lock(py)?.commit(handles.get(), counts.get(), ids).map_err(to_python)
+        let tokens = tokens.map(TokenIds::unchecked).transpose()?;
+        let mut manager = self.lock(py)?;
+        // Not before: while the lock is waited for, another thread may write to the array.
+        let ids = tokens.as_ref().map_or(&[][..], TokenIds::get);
+        tokens.as_ref().map_or(Ok(()), |tokens| tokens.check(ids))?;
+        manager.commit(handles.get(), counts.get(), ids).map_err(to_python)
     }
 
     fn abort_step(&self, py: Python<'_>, handles: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -293,8 +296,8 @@ impl PyBlockManager {
         parents: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let handles = Handles::new(handles)?;
-        let parents = Numbers::new("parents", "int32", parents)?;
-        self.lock(py)?.reorder(handles.get(), parents.get()).map_err(to_python)
+        let parents = Numbers::owned("parents", "int32", parents)?;
+        self.lock(py)?.reorder(handles.get(), &parents).map_err(to_python)
     }
 
     #[pyo3(signature = (handles, lengths, *, spare="free"))]
@@ -334,11 +337,9 @@ impl PyBlockManager {
     ) -> PyResult<Bound<'py, PyArray2<i64>>> {
         let handles = Handles::new(handles)?;
         let counts = CountArgument::new("counts", counts)?;
-        let accepted = Numbers::new("accepted", "int32", accepted)?;
+        let accepted = Numbers::owned("accepted", "int32", accepted)?;
         let mut slots = Vec::new();
-        self.lock(py)?
-            .move_slots(handles.get(), counts.get(), accepted.get(), &mut slots)
-            .map_err(to_python)?;
+        self.lock(py)?.move_slots(handles.get(), counts.get(), &accepted, &mut slots).map_err(to_python)?;
         PyArray1::from_iter(py, slots.iter().flatten().copied()).reshape([slots.len(), 2])
     }
 
@@ -505,7 +506,7 @@ pub fn block_hashes<'py>(
         hasher.chain(ids.get(), &keys, parent, block_size)
     } else {
         // Long: let go of the interpreter, with a copy that nobody else can write to.
-        let ids = ids.into_vec();
+        let ids = ids.into_vec()?;
         py.detach(|| hasher.chain(&ids, &keys, parent, block_size))
     };
     answers::digests(py, &digests.map_err(to_python)?, hasher.algorithm)

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvblocks_core::{Policy, RowState, Scheduled, StepArrays, StepRequest};
 use numpy::{PyArray1, PyArrayMethods, PyReadwriteArray1, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyTuple};
@@ -93,13 +93,18 @@ struct Held {
     pad_tokens: usize,
 }
 
+fn int64_array(object: &Bound<'_, PyAny>) -> PyResult<Py<PyArray1<i64>>> {
+    let wrong = |_| PyTypeError::new_err("memory holds an item that is no int64 array of rank 1");
+    object.cast::<PyArray1<i64>>().map(|array| array.clone().unbind()).map_err(wrong)
+}
+
 fn writable<'py>(
     array: &Bound<'py, PyArray1<i64>>,
     num_words: usize,
 ) -> PyResult<PyReadwriteArray1<'py, i64>> {
     let error = |what: &str| PyValueError::new_err(format!("memory {what}"));
-    if !array.is_c_contiguous() {
-        return Err(error("is not C-contiguous"));
+    if !array.is_c_contiguous() || !array.data().is_aligned() {
+        return Err(error("is not C-contiguous, or not aligned to 8 bytes"));
     }
     if array.len() != num_words {
         return Err(error(&format!("has {} entries, expected {num_words}", array.len())));
@@ -138,35 +143,40 @@ impl PyStepBuffers {
         &self,
         py: Python<'_>,
         manager: Py<PyBlockManager>,
-        memory: Vec<Py<PyArray1<i64>>>,
+        memory: Vec<Bound<'_, PyAny>>,
         max_seqs: Int,
         max_tokens: Int,
         max_blocks_per_seq: Int,
     ) -> PyResult<()> {
         manager.get().check_process()?;
+        let twice = || PyRuntimeError::new_err("__init__ of the step was called twice");
+        if self.0.get().is_some() {
+            // Before the tables that the step shows are written over.
+            return Err(twice());
+        }
+        let memory: Vec<_> = memory.iter().map(int64_array).collect::<PyResult<_>>()?;
         let layout = Layout::new(max_seqs, max_tokens, max_blocks_per_seq)?;
         if memory.is_empty() {
             return Err(PyValueError::new_err("memory is empty, expected one array or more"));
         }
-        let mut held = Vec::with_capacity(memory.len());
-        let mut borrowed = Vec::with_capacity(memory.len());
-        for array in &memory {
-            let mut array = writable(array.bind(py), layout.num_words())?;
+        // All are borrowed before one is written to: no two may share memory.
+        let arrays = memory.iter().map(|array| writable(array.bind(py), layout.num_words()));
+        let mut arrays: Vec<_> = arrays.collect::<PyResult<_>>()?;
+        for array in &mut arrays {
             let rest: &mut [i32] = bytemuck::cast_slice_mut(&mut array.as_slice_mut()?[layout.max_tokens..]);
             rest[layout.int32_ranges()[5].clone()].fill(manager.get().null_block_id());
-            // Held until all have been seen: no two may share memory.
-            borrowed.push(array);
-            held.push(Held {
-                rows: vec![RowState::default(); layout.max_seqs],
-                step: Scheduled::default(),
-                pad_seqs: 0,
-                pad_tokens: 0,
-            });
         }
-        drop(borrowed);
+        drop(arrays);
+        let nothing = || Held {
+            rows: vec![RowState::default(); layout.max_seqs],
+            step: Scheduled::default(),
+            pad_seqs: 0,
+            pad_tokens: 0,
+        };
+        let held: Vec<_> = memory.iter().map(|_| nothing()).collect();
         let ring = Mutex::new(Ring { current: held.len() - 1, held });
         let buffers = Buffers { manager, layout, memory, ring };
-        self.0.set(buffers).map_err(|_| PyRuntimeError::new_err("__init__ of the step was called twice"))
+        self.0.set(buffers).map_err(|_| twice())
     }
 
     #[staticmethod]
