@@ -7,7 +7,9 @@ Invariant: what is returned has the shapes that the model asks for.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +44,24 @@ class Checkpoint:
 
 
 def find_gguf() -> Path:
-    """The GGUF file, which the installed packages hold in parts; assembled in the cache folder, 240 MB."""
+    """The GGUF file, which the installed packages hold in parts; assembled in the cache folder, 240 MB.
+
+    It appears there whole or not at all, and is made anew where its checksum, which the package knows, is wrong.
+    """
     try:
         package = importlib.import_module(PACKAGE)
     except ModuleNotFoundError as error:
         raise ModelError(f"the model package is not installed; run: {INSTALL_MODEL}") from error
     path = cache_dir() / "gemma-3-270m-q4_k_m.gguf"
     try:
-        return Path(package.assemble(path, overwrite=not path.exists()))
+        if path.exists():
+            with contextlib.suppress(FileExistsError):  # damaged
+                return Path(package.assemble(path))
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            return Path(package.assemble(temporary)).replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model cannot be assembled in {path.parent}: {error}") from error
 

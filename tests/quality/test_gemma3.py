@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from gemma3.model import F32, Gemma, GemmaConfig, random_tensors
 from gemma3.quality import as_model
 from gemma3.tokenizer import Tokenizer, merges
-from gemma3.weights import Vocabulary
+from gemma3.weights import PACKAGE, Vocabulary, find_gguf
 from kvblocks import PagedKVCache
 from kvblocks.cli import main
 from kvblocks.quality import CacheView, Grid, Model, Text, evaluate, with_format
@@ -151,3 +153,40 @@ def test_pairs_are_merged_by_the_score_of_what_they_make() -> None:
     assert spelled("aab a") == ["a", "ab", "\u2581a"]
     assert spelled("a\n\nb\n") == ["a", "\n\n", "b", "<0x0A>"]
     assert spelled("\u00e9") == ["<0xC3>", "<0xA9>"]
+
+
+WHOLE = b"whole"
+
+
+def assemble(path: Path, overwrite: bool = False, interrupted: bool = False) -> Path:
+    """As the model's package has it: a file that is there has to be right, unless it may be overwritten."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not overwrite:
+        if path.read_bytes() != WHOLE:
+            raise FileExistsError(f"{path} already exists with an unexpected sha256")
+        return path
+    path.write_bytes(WHOLE[:2] if interrupted else WHOLE)
+    if interrupted:
+        raise KeyboardInterrupt
+    return path
+
+
+def test_a_model_file_appears_whole_and_is_made_anew_where_it_is_damaged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVBLOCKS_CACHE", str(tmp_path / "cache"))
+
+    def interrupted(path: Path) -> Path:
+        return assemble(path, interrupted=True)
+
+    monkeypatch.setitem(sys.modules, PACKAGE, SimpleNamespace(assemble=interrupted))  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        find_gguf()
+    assert list((tmp_path / "cache").iterdir()) == []
+    monkeypatch.setitem(sys.modules, PACKAGE, SimpleNamespace(assemble=assemble))  # type: ignore[arg-type]
+    path = find_gguf()
+    assert list((tmp_path / "cache").iterdir()) == [path]
+    assert path.read_bytes() == WHOLE
+    path.write_bytes(WHOLE[:3])
+    assert find_gguf().read_bytes() == WHOLE
+    assert list((tmp_path / "cache").iterdir()) == [path]
