@@ -133,6 +133,26 @@ def test_options_out_of_range_are_refused(options: list[str], capsys: pytest.Cap
     assert options[0] in capsys.readouterr().err
 
 
+def test_a_step_is_as_long_as_a_window_at_most(tmp_path: Path) -> None:
+    found = []
+    for chunk in ("48", "1000000000000"):
+        json_file = tmp_path / f"{chunk}.json"
+        assert quality("--formats", "kivi2", "--no-needle", "--chunk", chunk, "--json", str(json_file)) == 0
+        found.append(json.loads(json_file.read_text())["formats"])
+    assert found[0] == found[1]
+
+
+def test_sizes_that_no_memory_holds_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(*_args: object, **_options: object) -> None:
+        raise MemoryError("Unable to allocate 477. GiB for an array")
+
+    monkeypatch.setattr("kvblocks.quality.command.evaluate", evaluate)
+    assert quality("--formats", "kivi2@999999999") == 2
+    assert capsys.readouterr().err == "kvblocks: kvblocks quality: Unable to allocate 477. GiB for an array\n"
+
+
 def test_a_text_that_is_not_utf8_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "latin.txt"
     file.write_bytes("gr\u00fc\u00dfe ".encode("latin-1") * 100)

@@ -14,9 +14,10 @@ from kvblocks.calibration import Calibration
 from kvblocks.quality import Grid, Text, Thresholds, Variant, evaluate, with_format
 from kvblocks.quality.controls import control
 from kvblocks.quality.lane import choose_backend
-from kvblocks.quality.likelihood import divergence, log_softmax
+from kvblocks.quality.likelihood import TextScore, divergence, log_softmax
 from kvblocks.quality.model import F32, IDS, CacheView
 from kvblocks.quality.render import as_json, bits_per_element
+from kvblocks.quality.verdict import failures
 from smollm2.contiguous import ContiguousCache
 
 from . import tiny
@@ -167,6 +168,16 @@ def test_thresholds_name_what_fails_with_both_numbers() -> None:
     assert not score.passes
     assert [failure.split()[0] for failure in score.failures] == ["KL", "top-1"]
     assert all("1e-09" in failure or "100.0%" in failure for failure in score.failures)
+
+
+def test_a_failure_has_as_many_digits_as_tell_its_numbers_apart() -> None:
+    reference = TextScore(64, perplexity=20, kl_mean=0, kl_stderr=0, kl_max=0, top1=1)
+    own = TextScore(64, perplexity=20.401, kl_mean=0.010004, kl_stderr=0, kl_max=1, top1=0.9299)
+    assert failures(Thresholds(), (reference, None), (own, None)) == [
+        "KL 0.010004 > 0.01",
+        "perplexity +2.005% > +2.000%",
+        "top-1 92.99% < 93.00%",
+    ]
 
 
 def test_a_model_that_returns_other_rows_than_asked_for_is_named() -> None:

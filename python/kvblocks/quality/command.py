@@ -309,10 +309,10 @@ def _title(model: str, text: TextScore | None) -> str:
 
 
 def _usable(option: str, make: Callable[[], _T]) -> _T:
-    """What `make` returns; a ValueError of the library is the user's, and names the option."""
+    """What `make` returns; a ValueError of the library is the user's, as are sizes that no memory holds."""
     try:
         return make()
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
         raise UserError(f"{option}: {error}") from error
 
 

@@ -65,7 +65,8 @@ class Lane:
     ) -> None:
         blocks = num_seqs * -(-num_tokens // variant.config.block_size)
         self.variant = variant
-        self.chunk_tokens = chunk_tokens
+        # A cache's arrays of a step are as long as the longest one.
+        self.chunk_tokens = min(chunk_tokens, num_tokens)
         self._forward = forward
         self._cache = PagedKVCache(
             variant.config,
@@ -73,7 +74,7 @@ class Lane:
             backend=backend,
             enable_prefix_cache=False,
             max_seqs=num_seqs,
-            max_tokens=num_seqs * chunk_tokens,
+            max_tokens=num_seqs * self.chunk_tokens,
         )
         if variant.calibration is not None:
             self._cache.apply_scales(variant.calibration, variant.percent)

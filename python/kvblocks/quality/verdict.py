@@ -36,16 +36,25 @@ def failures(
         increase = text.perplexity / reference_text.perplexity - 1
         limit = thresholds.max_kl
         if limit is not None and not text.kl_mean <= limit:
-            found.append(f"KL {text.kl_mean:.4f} > {limit:g}")
+            found.append("KL {} > {}".format(*_apart("{:.{}g}", 3, text.kl_mean, limit)))
         limit = thresholds.max_perplexity_increase
         if limit is not None and not increase <= limit:
-            found.append(f"perplexity {increase:+.1%} > {limit:+.1%}")
+            found.append("perplexity {} > {}".format(*_apart("{:+.{}%}", 1, increase, limit)))
         limit = thresholds.min_top1
         if limit is not None and not text.top1 >= limit:
-            found.append(f"top-1 {text.top1:.1%} < {limit:.1%}")
+            found.append("top-1 {} < {}".format(*_apart("{:.{}%}", 1, text.top1, limit)))
     if needle is not None and reference_needle is not None:
         limit = thresholds.min_needle
         # A reference that finds nothing cannot be lost to.
         if limit is not None and not needle >= limit * reference_needle:
             found.append(f"needle {needle:.0%} of {reference_needle:.0%}")
     return found
+
+
+def _apart(form: str, digits: int, own: float, limit: float) -> list[str]:
+    """Both numbers with so many digits, or with as many more as tell them apart; float64 has 17."""
+    for some in range(digits, 18):
+        texts = [form.format(number, some) for number in (own, limit)]
+        if texts[0] != texts[1]:
+            break
+    return texts
