@@ -152,7 +152,10 @@ unsafe fn by_element<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
             multiply(simd, q.add(at), q_stride, k, &mut products);
         }
         if whole < dim {
-            let k = places.map(|place| T::load_part(simd, place.row.add(whole), dim - whole));
+            let mut k = [simd.splat(0.0); KEYS];
+            for (k, place) in k.iter_mut().zip(&places) {
+                *k = T::load_part(simd, place.row.add(whole), dim - whole);
+            }
             multiply(simd, q.add(whole), q_stride, k, &mut products);
         }
     }
@@ -181,19 +184,20 @@ unsafe fn by_pair<S: Simd, T: Code, const HEADS: usize, const KEYS: usize, const
             }
             for vector in 0..vectors {
                 let pairs = at / 2 + vector * S::LANES;
-                let k = k.map(|k| k[vector]);
                 if HOW == PAIRS {
                     for (head, products) in products.iter_mut().enumerate() {
                         let q = simd.load_bits(q.add(head * q_stride + pairs).cast());
-                        for (product, &k) in products.iter_mut().zip(&k) {
-                            *product = simd.dot_pairs(q, k, *product);
+                        for (product, k) in products.iter_mut().zip(&k) {
+                            *product = simd.dot_pairs(q, k[vector], *product);
                         }
                     }
                 } else {
-                    let k = k.map(|k| simd.unpair(k));
-                    for half in 0..2 {
-                        let q = q.add(2 * pairs + half * S::LANES);
-                        multiply(simd, q, q_stride, k.map(|k| k[half]), &mut products);
+                    let mut halves = [[simd.splat(0.0); KEYS]; 2];
+                    for (key, k) in k.iter().enumerate() {
+                        [halves[0][key], halves[1][key]] = simd.unpair(k[vector]);
+                    }
+                    for (half, k) in halves.into_iter().enumerate() {
+                        multiply(simd, q.add(2 * pairs + half * S::LANES), q_stride, k, &mut products);
                     }
                 }
             }
@@ -232,11 +236,12 @@ unsafe fn store<S: Simd, const HEADS: usize, const KEYS: usize>(
     logits: *mut f32,
 ) {
     for start in (0..HEADS * KEYS).step_by(4) {
-        let four = std::array::from_fn(|index| {
+        let mut four = [simd.splat(0.0); 4];
+        for (index, sum) in four.iter_mut().enumerate() {
             // One head and two keys are no four.
             let index = (start + index) % (HEADS * KEYS);
-            products[index / KEYS][index % KEYS]
-        });
+            *sum = products[index / KEYS][index % KEYS];
+        }
         for (index, sum) in simd.sum_4(four).into_iter().enumerate().take(HEADS * KEYS) {
             let index = start + index;
             // SAFETY: the caller's.
@@ -397,8 +402,12 @@ impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
 /// VECTORS vectors of elements are readable.
 #[inline(always)]
 unsafe fn load<S: Simd, T: Code, const VECTORS: usize>(simd: S, from: *const T) -> [S::F; VECTORS] {
-    // SAFETY: the caller's.
-    std::array::from_fn(|vector| unsafe { T::load(simd, from.add(vector * S::LANES)) })
+    let mut values = [simd.splat(0.0); VECTORS];
+    for (vector, value) in values.iter_mut().enumerate() {
+        // SAFETY: the caller's.
+        *value = unsafe { T::load(simd, from.add(vector * S::LANES)) };
+    }
+    values
 }
 
 /// The same in the order of pairs.
@@ -416,6 +425,10 @@ unsafe fn load_pairs<S: Simd, T: Code, const VECTORS: usize>(simd: S, from: *con
             second
         };
         let pairs = [simd.unpair(first), simd.unpair(second)];
-        std::array::from_fn(|vector| pairs[vector / 2 % 2][vector % 2])
+        let mut values = [simd.splat(0.0); VECTORS];
+        for (vector, value) in values.iter_mut().enumerate() {
+            *value = pairs[vector / 2 % 2][vector % 2];
+        }
+        values
     }
 }

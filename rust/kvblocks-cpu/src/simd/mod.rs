@@ -3,7 +3,8 @@
 //!
 //! Invariant: a value of `Avx2` or `Avx512` exists only where the processor has been asked for all the features that
 //! its methods use. Everything between a `vectorize` and an operation is `#[inline(always)]`, so that it is compiled
-//! with these features.
+//! with these features; no closure takes or returns vectors (`array::map`, `from_fn`), as it may stay a function without
+//! them, in which each operation is a call.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
