@@ -182,8 +182,8 @@ KVB_DEVICE void attend_simt(const SimtParams& simt) {
                 unpack<E>(v[d][n], values);
                 KVB_UNROLL
                 for (i32 r = 0; r < simt_rows; ++r) {
-                    if (weights[r] !=
-                        0.0f) { // 0 times infinity: the values of a key without weight may be anything
+                    // 0 times infinity: the values of a key that a row does not see may be anything.
+                    if (slots[d] >= 0 && is_visible(params, rows[r], keys[d])) {
                         KVB_UNROLL
                         for (i32 i = 0; i < width; ++i) {
                             sum[r][n * width + i] += weights[r] * values[i];

@@ -88,6 +88,21 @@ def test_drafts_of_few_tokens() -> None:
         check(scene, window=40)
 
 
+@pytest.mark.parametrize("heads", [(8, 1), (2, 2)], ids=["tensor-cores", "without"])
+def test_a_weight_that_vanishes_hides_nothing(heads: tuple[int, int]) -> None:
+    """A key that float32 gives no weight is one that its row sees, as in the NumPy backend."""
+    scene = make_scene(
+        harness(), dtype="float16", heads=heads, dims=(64, 64), seq_lens=(300,), query_lens=(2,)
+    )
+    slot = int(scene.block_tables[0, 9]) * 16
+    place = element(scene.cache, slot + 5)
+    scene.cache.k[place], scene.cache.v[place] = -60.0, np.nan
+    scene.q[...] = 60.0
+    out, lse = scene.attend()
+    assert np.isnan(out).all()
+    assert np.isfinite(lse).all()
+
+
 @pytest.mark.parametrize("kv_format", ["float16", "fp8_e4m3:tensor"])
 def test_rows_over_latents(kv_format: str) -> None:
     """A latent is K as well: who sees it has no finite logit, and who does not has the bits that he has without it."""
