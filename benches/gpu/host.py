@@ -87,7 +87,7 @@ class _HostTensors(TorchLibrary):
     def describe(self, name: str, array: Any, device: int) -> Any:
         return _described(array)
 
-    def device_of(self, array: Any) -> int:
+    def device_of(self, name: str, array: Any) -> int:
         return _DEVICE
 
     def planning_on(self, stream: int, device: int) -> AbstractContextManager[Any]:

@@ -255,9 +255,9 @@ FORMATS: Final[dict[str, tuple[tuple[Format, ...], tuple[Format, ...]]]] = {
 }
 
 
-def parse_format(text: str, part: Part) -> Format:
+def parse_format(text: object, part: Part) -> Format:
     """The format of one part that "name" or "name:scaling" stands for; ValueError with the list otherwise."""
-    name, _, scaling = text.strip().partition(":")
+    name, _, scaling = text.strip().partition(":") if isinstance(text, str) else ("", "", "")
     if name not in FORMATS:
         raise ValueError(f"{part}_format is {text!r}: expected one of {', '.join(map(repr, FORMATS))}")
     choices = FORMATS[name][0 if part == "k" else 1]

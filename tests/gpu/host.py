@@ -21,7 +21,7 @@ class HostLibrary:
         self._launcher = _Watched(self.streams)
         self._memory = HostMemory()
 
-    def look(self, names: Any, arrays: Any) -> tuple[list[int], object]:
+    def look(self, names: Any, arrays: Any, stream: Any) -> tuple[list[int], object]:
         addresses = [0 if array is None else array.ctypes.data for array in arrays]
         looks = [
             array if array is None else (array.shape, array.strides, array.dtype.char, address & 15)
@@ -39,7 +39,7 @@ class HostLibrary:
     def describe(self, name: str, array: Any, device: int) -> np.ndarray:
         return array.described() if isinstance(array, DeviceArray) else self._memory.describe(name, array)
 
-    def device_of(self, array: Any) -> int:
+    def device_of(self, name: str, array: Any) -> int:
         return 0
 
     def current_stream(self, device: int) -> int:

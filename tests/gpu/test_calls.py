@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -205,8 +206,9 @@ def test_latents_that_are_none(library: HostLibrary) -> None:
         ValueError, match=r"^kv_format is 'fp8_e4m3': expected a dtype, or scales of a tensor"
     ):
         gpu.latent_cache(pool, "fp8_e4m3")
-    with pytest.raises(ValueError, match=r"^head_dim_v is 576: expected 1\.\.575"):
-        gpu.latent_cache(pool, "fp8_e4m3:tensor", head_dim_v=576)
+    for head_dim_v in (576, 512.0):
+        with pytest.raises(ValueError, match=rf"^head_dim_v is {head_dim_v}: expected 1\.\.575"):
+            gpu.latent_cache(pool, "fp8_e4m3:tensor", head_dim_v=head_dim_v)
 
 
 def test_blocks_and_slots_of_all_caches(library: HostLibrary, plans: list[Any]) -> None:
@@ -321,6 +323,60 @@ def test_partial_results_in_a_workspace(library: HostLibrary) -> None:
     np.testing.assert_array_equal(out, wanted)
 
 
+def test_a_workspace_is_used_as_one_run_of_bytes(library: HostLibrary) -> None:
+    """Rows that lie apart have the bytes of somebody else between them."""
+    step, cache = Step(lens=(47, 47), num_new=(1, 1)), make_cache()
+    many = np.zeros((2, 24), np.int32)
+    apart = np.zeros((1 << 16, 16), np.uint8)[:, :2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^workspace: strides \(16, 1\) of shape \(65536, 2\)"):
+            gpu.paged_attention(
+                cache, step.q, many, step.lens, step.starts, split_size=64, workspace=Seen(apart)
+            )
+    assert not library.streams
+
+
+def test_tables_as_a_list_take_a_workspace_too(library: HostLibrary) -> None:
+    step, cache = Step(), make_cache()
+    gpu.write_kv(cache, step.k, step.v, step.slots)
+    indptr, indices = np.array([0, 5, 7], np.int32), np.resize(step.tables[:, :5], 24).astype(np.int32)
+    indices[5:7] = step.tables[1, :2]
+    last = np.array([5, 1], np.int32)
+    workspace = np.zeros(1 << 20, np.uint8)
+    index = (indptr, indices, last, step.starts)
+    out = gpu.paged_attention_csr(cache, step.q, *index, split_size=64, workspace=Seen(workspace))
+    assert workspace.any()
+    np.testing.assert_allclose(out, emulated_backend().attend(cache, step.q, *step.index), atol=1e-3)
+
+
+def test_a_result_belongs_to_its_call(library: HostLibrary) -> None:
+    """Whoever changes the scale that a call gave him changes no later call."""
+    x = np.random.default_rng(0).standard_normal((5, 2, 16)).astype(np.float32)
+    first = gpu.quantize(x, "fp8_e4m3:tensor", 0.5)
+    codes = first.codes.copy()
+    first.scale[...] = 9
+    second = gpu.quantize(x, "fp8_e4m3:tensor", 0.5)
+    assert second.scale.tolist() == [0.5]
+    np.testing.assert_array_equal(second.codes, codes)
+
+
+def test_captured_tables_outlive_their_pool(library: HostLibrary) -> None:
+    """Also where another call had made the table before: a graph reads it for as long as the graph lives."""
+    pool = [make_cache("float16")]
+    copies = np.array([[1, 2], [3, 4]], np.int32)
+    for count in (1, 2):
+        gpu.copy_blocks(pool, copies[:count])
+    dispatcher = dispatch.dispatcher_for("copies", copies)
+    (tables,) = dispatcher.planner(0)._backend._tables._tables.values()
+    (table,) = map(ref, tables.values())
+    library.capturing.add(library.current)
+    gpu.copy_blocks(pool, copies)
+    del pool, tables
+    dispatcher._plans.clear()
+    gc.collect()
+    assert table() is not None
+
+
 def test_refusals_name_the_argument_and_leave_no_plan(library: HostLibrary, plans: list[Any]) -> None:
     step, cache = Step(), make_cache()
     for _ in range(2):
@@ -332,6 +388,22 @@ def test_refusals_name_the_argument_and_leave_no_plan(library: HostLibrary, plan
             gpu.write_kv([], step.k, step.v, step.slots)
         with pytest.raises(ValueError, match=r"^dtype is 'float8'"):
             gpu.gather_kv(cache, step.tables[0], 3, dtype="float8")
+        with pytest.raises(TypeError, match=r"^cache: NoneType, expected a LayerCache"):
+            gpu.write_kv(None, step.k, step.v, step.slots)
+        with pytest.raises(TypeError, match=r"^caches: LayerCache, expected a sequence of LayerCache"):
+            gpu.copy_blocks(cache, np.zeros((1, 2), np.int32))
+        with pytest.raises(TypeError, match=r"^scale is None: expected 'amax', a number or an array"):
+            gpu.quantize(step.k, "int8", None)
+        with pytest.raises(ValueError, match=r"^k_format is None: expected one of"):
+            gpu.quantize(step.k, None, 1.0)
+        for split_size in (0, 65, 64.0, "64", True, 2**31):
+            with pytest.raises(ValueError, match=r"^split_size is .*: expected a multiple of 64"):
+                gpu.paged_attention(cache, step.q, *step.index, split_size=split_size)
+        with pytest.raises(ValueError, match=r"^scale is array\(0\.5\): expected 0 or a normal"):
+            gpu.paged_attention(cache, step.q, *step.index, scale=np.array(0.5))
+        one = np.lib.stride_tricks.as_strided(step.q, strides=(0, *step.q.strides[1:]))
+        with pytest.raises(ValueError, match=r"^out: axis 0 has a stride of 0, so its 4 entries are one"):
+            gpu.paged_attention(cache, step.q, *step.index, out=one)
     assert library.streams == []
     assert plans == []
 
@@ -380,7 +452,7 @@ def test_plans_do_not_pile_up(library: HostLibrary, monkeypatch: pytest.MonkeyPa
     cache, step = make_cache(), Step()
     for length in range(1, 9):
         gpu.gather_kv(cache, step.tables[0], length)
-    dispatcher = dispatch.dispatcher_for(step.q)
+    dispatcher = dispatch.dispatcher_for("q", step.q)
     assert len(dispatcher._plans) == 3
     assert len(dispatcher._known) == 1
     del cache

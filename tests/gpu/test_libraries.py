@@ -130,11 +130,48 @@ def test_a_call_waits_for_the_stream_that_an_arrays_owner_names(cupy: FakeCupy) 
     assert cupy.waits == []
     gpu.write_kv(cache, made_elsewhere, v, slots)
     assert cupy.waits[:2] == [(0xF00, None), (SOME_STREAM, 0xE)]
+    cupy.waits.clear()
+    gpu.write_kv(cache, made_elsewhere, v, slots, stream=0xBEEF)
+    assert cupy.waits == [
+        (0xF00, None),
+        (0xBEEF, 0xE),
+    ]  # the stream that the work goes to is the one that waits
+
+
+def test_an_array_is_taken_for_what_it_is(cupy: FakeCupy) -> None:
+    """What no kernel may write, and bytes in another order, also where arrays of that shape were planned for."""
+    k, v, slots, q, *index = arrays(cupy)
+
+    def seen(array: np.ndarray, is_readonly: bool = False, device: int = 0) -> SimpleNamespace:
+        array = np.asarray(array)
+        interface = array.__array_interface__ | {"data": (array.ctypes.data, is_readonly)}
+        return SimpleNamespace(
+            __cuda_array_interface__=interface,
+            dtype=array.dtype,
+            device=SimpleNamespace(id=device),
+            owner=array,
+        )
+
+    cache = pool(cupy)
+    out, workspace = np.zeros_like(q), np.zeros(1 << 16, np.uint8)
+    gpu.write_kv(cache, seen(k), v, slots)
+    gpu.paged_attention(cache, q, *index, out=seen(out))
+    num_launches = len(cupy.launches)
+    with pytest.raises(TypeError, match=r"^k: dtype >f4"):
+        gpu.write_kv(cache, seen(k.astype(">f4")), v, slots)
+    with pytest.raises(ValueError, match=r"^out: the array is read-only"):
+        gpu.paged_attention(cache, q, *index, out=seen(out, is_readonly=True))
+    with pytest.raises(ValueError, match=r"^cache\.k: the array is read-only"):
+        gpu.write_kv(gpu.layer_cache(seen(cache.k.owner, True), cache.v, "float32"), k, v, slots)
+    wide = cupy.asarray(np.full((1, 32), 2, np.int32))
+    with pytest.raises(ValueError, match=r"^workspace: on device 1, the call runs on device 0"):
+        gpu.paged_attention(cache, q, wide, *index[1:], split_size=64, workspace=seen(workspace, device=1))
+    assert len(cupy.launches) == num_launches
 
 
 def test_host_arrays_are_refused(cupy: FakeCupy) -> None:
     k, v, slots, *_ = arrays(cupy)
-    with pytest.raises(TypeError, match=r"^array: ndarray, expected a torch tensor on a GPU, a CuPy array"):
+    with pytest.raises(TypeError, match=r"^k: ndarray, expected a torch tensor on a GPU, a CuPy array"):
         gpu.write_kv(pool(cupy), np.asarray(k).view(np.ndarray), v, slots)
     with pytest.raises(TypeError, match=r"^k: ndarray, expected a torch tensor on a GPU"):
         gpu.layer_cache(np.zeros((6, 4, 2, 16)), v, "float32")
@@ -253,7 +290,7 @@ def test_a_captured_table_outlives_its_plan(cupy: FakeCupy, monkeypatch: pytest.
     caches = [pool(cupy), pool(cupy)]
     copies = cupy.asarray(np.array([[2, 5]], np.int32))
     gpu.copy_blocks(caches, copies)
-    (plan,) = dispatch.dispatcher_for(copies)._plans.values()
+    (plan,) = dispatch.dispatcher_for("copies", copies)._plans.values()
     table = ref(plan.kept[0])
     cupy.current_stream, cupy.capturing = SOME_STREAM, {SOME_STREAM}
     gpu.copy_blocks(caches, copies)
@@ -270,7 +307,7 @@ def test_tables_are_kept_with_their_pool(cupy: FakeCupy) -> None:
     copies = cupy.asarray(np.array([[2, 5]], np.int32))
     for count in range(1, 21):
         gpu.copy_blocks(caches[:count], copies)
-    tables = dispatch.dispatcher_for(copies).planner(0)._backend._tables
+    tables = dispatch.dispatcher_for("copies", copies).planner(0)._backend._tables
     assert len(tables) == 20
     del caches
     gc.collect()

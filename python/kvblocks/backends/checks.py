@@ -487,7 +487,7 @@ def check_decode(
 
 def _scaled_format(supported: Supported, kv_format: Format | str) -> Format:
     part = kv_format if isinstance(kv_format, Format) else parse_format(kv_format, "k")
-    expect_listed("kv_format", str(part), (*supported.k_formats, *supported.v_formats))
+    expect_listed("kv_format", str(part), tuple(dict.fromkeys((*supported.k_formats, *supported.v_formats))))
     if part.is_plain:
         raise ValueError(f"kv_format is {part}: expected a format with a scale")
     return part

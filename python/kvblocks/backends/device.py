@@ -73,6 +73,10 @@ class DeviceBackend(Kernels):
         other.split_size = _checked_split_size(split_size)
         return other
 
+    def tables_of(self, caches: Sequence[LayerCache]) -> object:
+        """What keeps the tables that `copy_blocks` and `move_slots` read for a pool alive for whoever holds it."""
+        return self._tables.holder(caches[0])
+
     def supported(self) -> Supported:
         """See `Backend.supported`."""
         return _SUPPORTED
@@ -480,9 +484,12 @@ class DeviceBackend(Kernels):
 
 
 def _checked_split_size(split_size: int | None) -> int | None:
-    if split_size is not None and (split_size < 64 or split_size % 64):
-        raise ValueError(f"split_size is {split_size}: expected a multiple of 64, or None")
-    return split_size
+    if split_size is None:
+        return None
+    size = as_integer(split_size)
+    if size is None or not 64 <= size <= _INT32_MAX or size % 64:
+        raise ValueError(f"split_size is {split_size!r}: expected a multiple of 64 below 2^31, or None")
+    return size
 
 
 class _Csr(NamedTuple):

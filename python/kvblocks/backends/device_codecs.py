@@ -36,7 +36,8 @@ def quantize(
     if scales is None:
         device_scale = kernels.memory.empty(shape, np.float32)
     elif isinstance(scale, (int, float)):
-        device_scale = kernels.memory.upload(scales)
+        # A copy, as what is uploaded may serve later calls too, and the result is the caller's to change.
+        device_scale = kernels.memory.plain(kernels.memory.upload(scales))
     else:
         device_scale = kernels.plain(scale, scales).array
     record = np.zeros((), records.QUANTIZE)

@@ -38,6 +38,10 @@ class RegionTables:
             tables[key] = self._memory.upload(host.view(np.uint8))
         return tables[key]
 
+    def holder(self, first: LayerCache) -> object:
+        """What keeps the tables of a pool alive for whoever holds it."""
+        return self._tables.setdefault(first, {})
+
     def __len__(self) -> int:
         return sum(map(len, self._tables.values()))
 

@@ -52,8 +52,11 @@ def expect_shape(name: str, array: NDArray[Any], axes: tuple[tuple[str, int | No
 
 
 def expect_result(name: str, array: NDArray[Any]) -> None:
-    """An array that can be written in place."""
+    """An array that can be written in place, each element for itself."""
     expect_aligned(name, array)
+    for axis, (size, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
+        if size > 1 and stride == 0 and array.size:
+            raise ValueError(f"{name}: axis {axis} has a stride of 0, so its {size} entries are one")
     expect_writeable(name, array)
 
 

@@ -36,7 +36,7 @@ class DeviceArray:
     uint8 for fp8. device: the index of the GPU, or None where the owner does not tell.
     """
 
-    __slots__ = ("address", "device", "dtype", "owner", "shape", "strides")
+    __slots__ = ("address", "device", "dtype", "is_readonly", "owner", "shape", "strides")
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class DeviceArray:
         strides: tuple[int, ...],
         dtype: np.dtype[Any],
         device: int | None,
+        *,
+        is_readonly: bool = False,
     ) -> None:
+        self.is_readonly = is_readonly
         self.owner = owner
         self.address = address
         self.shape = shape
@@ -64,10 +67,28 @@ class DeviceArray:
         """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements are neighbours, the last axis first."""
+        steps = zip(self.shape, self.strides, _contiguous(self.shape, self.dtype.itemsize), strict=True)
+        return all(stride == step for size, stride, step in steps if size > 1)
+
     def transpose(self, axes: tuple[int, ...]) -> "DeviceArray":
         """The same memory with its axes in another order."""
         shape, strides = (tuple(each[axis] for axis in axes) for each in (self.shape, self.strides))
-        return DeviceArray(self.owner, self.address, shape, strides, self.dtype, self.device)
+        return self.part(0, shape, strides)
+
+    def part(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> "DeviceArray":
+        """A view of the same memory, some bytes from its first element on."""
+        return DeviceArray(
+            self.owner,
+            self.address + offset,
+            shape,
+            strides,
+            self.dtype,
+            self.device,
+            is_readonly=self.is_readonly,
+        )
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -81,7 +102,7 @@ class DeviceArray:
         # An array without elements may have no address, which NumPy would take for "make one".
         address = self.address or 256
         return {
-            "data": (address, False),
+            "data": (address, self.is_readonly),
             "shape": self.shape,
             "strides": self.strides,
             "typestr": self.dtype.str,
@@ -112,7 +133,8 @@ def look_at(name: str, array: object) -> DeviceArray:
     dtype = _storage(name, str(getattr(array, "dtype", np.dtype(interface["typestr"]))))
     strides = interface.get("strides") or _contiguous(shape, dtype.itemsize)
     device = getattr(getattr(array, "device", None), "id", None)
-    return DeviceArray(array, interface["data"][0], shape, tuple(strides), dtype, device)
+    address, is_readonly = interface["data"]
+    return DeviceArray(array, address, shape, tuple(strides), dtype, device, is_readonly=is_readonly)
 
 
 def _look_at_tensor(name: str, tensor: Any) -> DeviceArray:

@@ -18,7 +18,7 @@ from typing import Any
 from kvblocks.backends.codecs import Encoded
 from kvblocks.backends.cupy import instances_for, launcher_of
 from kvblocks.backends.device import DeviceBackend
-from kvblocks.backends.foreign import DeviceArray, look_at
+from kvblocks.backends.foreign import look_at
 from kvblocks.config import CacheConfig
 from kvblocks.formats import Format, KVFormat
 from kvblocks.gpu.dispatch import dispatcher_for, dispatcher_of
@@ -42,10 +42,9 @@ def layer_cache(
     tensors or their bytes for an FP8 format. block_size: what the pool's axis has, unless told. Make it once a layer:
     what is known of a cache hangs on the object.
     """
-    arrays = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-    seen: dict[str, DeviceArray] = {
-        name: look_at(name, array) for name, array in arrays.items() if array is not None
-    }
+    seen = {"k": look_at("k", k), "v": look_at("v", v)}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    seen |= {name: look_at(name, scale) for name, scale in scales.items() if scale is not None}
     if block_size is None:
         axis = 1 if layout == "NHD" else 2
         block_size = seen["k"].shape[axis] if seen["k"].ndim == 4 else 0
@@ -62,7 +61,7 @@ def write_kv(cache: LayerCache, k: Array, v: Array, slot_mapping: Array, *, stre
     k, v: float32, float16 or bfloat16 [>= num_slots, num_kv_heads, head_dim] of any strides. slot_mapping: int64
     [num_slots], of which negative ones are skipped.
     """
-    dispatcher_for(k).run(
+    dispatcher_for("k", k).run(
         _write, ("k", "v", "slot_mapping"), (k, v, slot_mapping), cache=cache, stream=stream
     )
 
@@ -130,7 +129,7 @@ def paged_attention(
     well; the error says how much a call needs. None: memory that is kept for the stream. One launch, or two where keys
     are split.
     """
-    return dispatcher_for(q).run(
+    return dispatcher_for("q", q).run(
         attend_with,
         ATTEND_NAMES,
         (q, block_tables, seq_lens, query_start_loc, sinks, alibi_slopes, out, lse),
@@ -190,16 +189,18 @@ def paged_attention_csr(
     out: Array | None = None,
     lse: Array | None = None,
     split_size: int | None = None,
+    workspace: Array | None = None,
     stream: object = None,
 ) -> Array:
     """`paged_attention` with the tables in FlashInfer's form; see `DeviceBackend.attend_csr`."""
-    return dispatcher_for(q).run(
+    return dispatcher_for("q", q).run(
         _attend_csr,
         _ATTEND_CSR,
         (q, kv_indptr, kv_indices, kv_last_block_len, query_start_loc, sinks, alibi_slopes, out, lse),
         (max_blocks, scale, window, soft_cap, split_size),
         cache=cache,
         stream=stream,
+        workspace=workspace,
     )
 
 
@@ -213,10 +214,16 @@ def merge_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, stream: object = None
 ) -> tuple[Array, Array]:
     """Attention over the union of two disjoint sets of keys; see `Backend.merge_states`. One launch."""
-    merged: tuple[Array, Array] = dispatcher_for(out_a).run(
+    merged: tuple[Array, Array] = dispatcher_for("out_a", out_a).run(
         _merge, ("out_a", "lse_a", "out_b", "lse_b"), (out_a, lse_a, out_b, lse_b), stream=stream
     )
     return merged
+
+
+def _pool(caches: Sequence[LayerCache]) -> tuple[LayerCache, ...]:
+    if not isinstance(caches, Sequence):
+        raise TypeError(f"caches: {type(caches).__name__}, expected a sequence of LayerCache")
+    return tuple(caches)
 
 
 def _copy(backend: DeviceBackend, caches: Sequence[LayerCache], copies: Array) -> None:
@@ -225,8 +232,9 @@ def _copy(backend: DeviceBackend, caches: Sequence[LayerCache], copies: Array) -
 
 def copy_blocks(caches: Sequence[LayerCache], copies: Array, *, stream: object = None) -> None:
     """Copy whole blocks in every cache, scales included; copies int32 [m, 2] of (source, destination). One launch."""
-    if len(caches):
-        dispatcher_for(copies).run(_copy, ("copies",), (copies,), pool=tuple(caches), stream=stream)
+    pool = _pool(caches)
+    if pool:
+        dispatcher_for("copies", copies).run(_copy, ("copies",), (copies,), pool=pool, stream=stream)
 
 
 def _move(backend: DeviceBackend, caches: Sequence[LayerCache], moves: Array, move_start: Array) -> None:
@@ -237,9 +245,10 @@ def move_slots(
     caches: Sequence[LayerCache], moves: Array, move_start: Array, *, stream: object = None
 ) -> None:
     """Copy tokens from slot to slot in every cache; see `DeviceBackend.move_slots`. One launch."""
-    if len(caches):
-        dispatcher_for(moves).run(
-            _move, ("moves", "move_start"), (moves, move_start), pool=tuple(caches), stream=stream
+    pool = _pool(caches)
+    if pool:
+        dispatcher_for("moves", moves).run(
+            _move, ("moves", "move_start"), (moves, move_start), pool=pool, stream=stream
         )
 
 
@@ -256,7 +265,7 @@ def gather_kv(
 
     dtype: "float32", "float16" or "bfloat16". One launch.
     """
-    rows: tuple[Array, Array] = dispatcher_for(block_table).run(
+    rows: tuple[Array, Array] = dispatcher_for("block_table", block_table).run(
         _gather, ("block_table",), (block_table,), (seq_len, dtype), cache=cache, stream=stream
     )
     return rows
@@ -266,7 +275,8 @@ def _quantize(
     backend: DeviceBackend, x: Array, scale: Array | None, kv_format: Format | str, number: float | str | None
 ) -> Encoded:
     given = scale if scale is not None else number
-    assert given is not None
+    if given is None:
+        raise TypeError("scale is None: expected 'amax', a number or an array")
     return backend.quantize(x, kv_format, given)
 
 
@@ -279,7 +289,7 @@ def quantize(
     1.0 that nobody chose clips in silence. `amax` and `num_clipped` of the result tell, without waiting for the device.
     """
     plain = isinstance(scale, (str, int, float))
-    encoded: Encoded = dispatcher_for(x).run(
+    encoded: Encoded = dispatcher_for("x", x).run(
         _quantize,
         ("x", "scale"),
         (x, None if plain else scale),
@@ -299,7 +309,7 @@ def dequantize(
     codes: Array, kv_format: Format | str, scale: Array, *, dtype: str = "float32", stream: object = None
 ) -> Array:
     """Values [num_tokens, num_heads, dim] of what `quantize` gave; codes of an FP8 dtype or its bytes. One launch."""
-    return dispatcher_for(codes).run(
+    return dispatcher_for("codes", codes).run(
         _dequantize, ("codes", "scale"), (codes, scale), (kv_format, dtype), stream=stream
     )
 
@@ -309,8 +319,8 @@ def first_error(array: Array) -> str | None:
 
     array: any of those that the calls were given; it says which device and library.
     """
-    dispatcher = dispatcher_for(array)
-    return dispatcher.planner(dispatcher.library.device_of(array)).first_error()
+    dispatcher = dispatcher_for("array", array)
+    return dispatcher.planner(dispatcher.library.device_of("array", array)).first_error()
 
 
 def warmup(config: CacheConfig | None = None, device: int | None = None) -> int:

@@ -24,6 +24,10 @@ from kvblocks.layout import Array, LayerCache
 _MOST_PLANS: Final = 512
 
 
+# For calls that take no cache.
+_NO_CACHE: Final = object()
+
+
 class _Known(NamedTuple):
     """A cache that was met: a number for all that look alike on one device, and its addresses."""
 
@@ -54,7 +58,7 @@ class Dispatcher:
         names: Sequence[str],
         arrays: tuple[Array | None, ...],
         options: tuple[object, ...] = (),
-        cache: LayerCache | None = None,
+        cache: object = _NO_CACHE,
         pool: tuple[LayerCache, ...] = (),
         stream: object = None,
         workspace: Array | None = None,
@@ -65,23 +69,26 @@ class Dispatcher:
         device. cache: one that any other of its shape may stand in for; pool: caches whose addresses the call itself
         stores. stream: see `stream_address`; None is the library's current one. workspace: where partial results go.
         """
-        addresses, looks = self._look(names, arrays)
+        address = None if stream is None else stream_address(stream)
+        addresses, looks = self._look(names, arrays, address)
         known = None
-        if cache is not None:
+        if cache is not _NO_CACHE:
             known = self._known.get(id(cache))
             if known is None or known.cache() is not cache:
-                known = self._meet(cache, self.library.device_of(arrays[0]))
+                known = self._meet(cache, self.library.device_of(names[0], arrays[0]))
             addresses += known.addresses
             key: object = (call, options, known.number, looks)
         else:
             key = (call, options, tuple(map(id, pool)), looks)
-        plan = self._plans.get(key)
+        try:
+            plan = self._plans.get(key)
+        except TypeError:  # an option that cannot be a key, which the check will name
+            plan = None
         if plan is None or (pool and not plan.is_for(pool)):  # an id may be another cache's by now
-            plan = self._make(key, call, names, arrays, options, cache, pool, stream)
+            plan = self._make(key, call, names, arrays, options, cache, pool, address)
         current = self._current_stream(plan.device)
-        if stream is None:
+        if address is None:
             return self._enqueue(plan, arrays, known, addresses, current, workspace)
-        address = stream_address(stream)
         with nullcontext() if address == current else self.library.on(address, plan.device):
             return self._enqueue(plan, arrays, known, addresses, address, workspace)
 
@@ -119,7 +126,7 @@ class Dispatcher:
                 if workspace is None:
                     scratch, owner = self._scratch[plan.device].of(stream, plan.scratch_bytes)
                 else:
-                    scratch = _address_in(workspace, plan.scratch_bytes)
+                    scratch = _address_in(workspace, plan.scratch_bytes, plan.device)
             plan.launch(addresses, scratch, stream)
             del owner
         if plan.kept and self.library.is_capturing(stream, plan.device):
@@ -135,24 +142,26 @@ class Dispatcher:
         names: Sequence[str],
         arrays: tuple[Array | None, ...],
         options: tuple[object, ...],
-        cache: LayerCache | None,
+        cache: object,
         pool: tuple[LayerCache, ...],
-        stream: object,
+        address: int | None,
     ) -> Plan:
         library = self.library
-        device = library.device_of(arrays[0])
-        address = library.current_stream(device) if stream is None else stream_address(stream)
+        device = library.device_of(names[0], arrays[0])
+        if address is None:
+            address = library.current_stream(device)
         views = [
             None if array is None else library.describe(name, array, device)
             for name, array in zip(names, arrays, strict=True)
         ]
         with library.planning_on(address, device) if address else nullcontext():
             planner = self.planner(device)
-            if cache is not None:
+            if cache is not _NO_CACHE:
                 plan = self._plan_for_any_cache(planner, call, views, options, cache, device)
             elif pool:
-                plan = planner.plan(views, lambda backend, *placed: call(backend, pool, *placed, *options))
-                plan.pool = [ref(each) for each in pool]
+                plan = planner.plan_for(
+                    pool, views, lambda backend, *placed: call(backend, pool, *placed, *options)
+                )
             else:
                 plan = planner.plan(views, lambda backend, *placed: call(backend, *placed, *options))
         with self._changing:
@@ -167,10 +176,11 @@ class Dispatcher:
         call: Callable[..., Any],
         views: list[NDArray[Any] | None],
         options: tuple[object, ...],
-        cache: LayerCache,
+        cache: object,
         device: int,
     ) -> Plan:
         known = self._meet(cache, device)
+        assert isinstance(cache, LayerCache)
         names = [name for name, _ in cache.named_arrays]
         num_arguments = len(views)
 
@@ -184,7 +194,7 @@ class Dispatcher:
         same = {num_arguments + at: num_arguments + first for at, first in enumerate(_firsts(known.views))}
         return planner.plan([*views, *known.views], placed, same)
 
-    def _meet(self, cache: LayerCache, device: int) -> _Known:
+    def _meet(self, cache: object, device: int) -> _Known:
         """What is known of a cache, looked at if it is new. Raises ValueError for one of another device."""
         if not isinstance(cache, LayerCache):
             raise TypeError(f"cache: {type(cache).__name__}, expected a LayerCache")
@@ -213,9 +223,15 @@ def _firsts(views: Sequence[NDArray[Any]]) -> tuple[int, ...]:
     return tuple(map(starts.index, starts))
 
 
-def _address_in(workspace: Array, num_bytes: int) -> int:
+def _address_in(workspace: Array, num_bytes: int, device: int) -> int:
     """An aligned address with so many bytes behind it. Raises ValueError where they are not."""
     seen = look_at("workspace", workspace)
+    if seen.device not in (device, None):
+        raise ValueError(f"workspace: on device {seen.device}, the call runs on device {device}")
+    if not seen.is_contiguous:
+        raise ValueError(
+            f"workspace: strides {seen.strides} of shape {seen.shape}, expected contiguous memory"
+        )
     skipped = -seen.address % ALIGNMENT
     if skipped + num_bytes > seen.nbytes:
         raise ValueError(
@@ -227,9 +243,9 @@ def _address_in(workspace: Array, num_bytes: int) -> int:
 _DISPATCHERS: Final[dict[Library, Dispatcher]] = {}
 
 
-def dispatcher_for(array: object) -> Dispatcher:
-    """Where a call with this array runs. Raises TypeError for what is no array on a GPU."""
-    return dispatcher_of(library_of(array))
+def dispatcher_for(name: str, array: object) -> Dispatcher:
+    """Where a call with this argument runs. Raises TypeError that names it for what is no array on a GPU."""
+    return dispatcher_of(library_of(name, array))
 
 
 def dispatcher_of(library: Library) -> Dispatcher:

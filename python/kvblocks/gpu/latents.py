@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from kvblocks.backends.device import DeviceBackend
 from kvblocks.backends.foreign import DeviceArray, look_at
+from kvblocks.config import as_integer
 from kvblocks.formats import KVFormat
 from kvblocks.gpu import calls
 from kvblocks.gpu.dispatch import dispatcher_for
@@ -37,8 +38,8 @@ def latent_cache(
     if parsed.k.scaling in ("token_head", "channel"):
         raise ValueError(f"kv_format is {str(parsed)!r}: expected a dtype, or scales of a tensor or a head")
     whole = _with_head(look_at("latents", latents), layout)
-    if not 0 < head_dim_v < whole.shape[-1]:
-        raise ValueError(f"head_dim_v is {head_dim_v}: expected 1..{whole.shape[-1] - 1}")
+    if as_integer(head_dim_v) is None or not 0 < head_dim_v < whole.shape[-1]:
+        raise ValueError(f"head_dim_v is {head_dim_v!r}: expected 1..{whole.shape[-1] - 1}")
     first, rest = _columns(whole, 0, head_dim_v), _columns(whole, head_dim_v, whole.shape[-1])
     scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
     cache = calls.layer_cache(whole, first, parsed, layout=layout, **scales)
@@ -90,7 +91,7 @@ def mla_decode(
     the model's full heads, which the latents' size does not tell: 192**-0.5 for DeepSeek. A latent is read once for K
     and V, on tensor cores for float16, bfloat16 and FP8 e4m3. One launch, or two where keys are split.
     """
-    return dispatcher_for(q).run(
+    return dispatcher_for("q", q).run(
         _attend,
         calls.ATTEND_NAMES,
         (q, block_tables, seq_lens, query_start_loc, sinks, None, out, lse),
@@ -110,10 +111,8 @@ def _with_head(seen: DeviceArray, layout: str) -> DeviceArray:
     middle = ((tokens, token_step), (1, token_step))
     (a, a_step), (b, b_step) = middle if layout == "NHD" else middle[::-1]
     shape, strides = (blocks, a, b, dim), (step, a_step, b_step, element_step)
-    return DeviceArray(seen.owner, seen.address, shape, strides, seen.dtype, seen.device)
+    return seen.part(0, shape, strides)
 
 
 def _columns(seen: DeviceArray, first: int, end: int) -> DeviceArray:
-    address = seen.address + first * seen.strides[-1]
-    shape = (*seen.shape[:-1], end - first)
-    return DeviceArray(seen.owner, address, shape, seen.strides, seen.dtype, seen.device)
+    return seen.part(first * seen.strides[-1], (*seen.shape[:-1], end - first), seen.strides)

@@ -29,10 +29,13 @@ from kvblocks.layout import Array
 class Library(Protocol):
     """What a direct function needs of the arrays that it is given."""
 
-    def look(self, names: Sequence[str], arrays: tuple[Array | None, ...]) -> tuple[list[int], object]:
+    def look(
+        self, names: Sequence[str], arrays: tuple[Array | None, ...], stream: int | None
+    ) -> tuple[list[int], object]:
         """The addresses, and what else decides how a call is planned: shapes, strides, dtypes, devices, alignments.
 
-        0 and None for None. Raises TypeError that names what is no array of the library.
+        0 and None for None. stream: that the call goes to, None the current one, which waits for arrays that are still
+        being written elsewhere. Raises TypeError that names what is no array of the library.
         """
 
     def address_of(self, array: Array) -> int:
@@ -44,8 +47,8 @@ class Library(Protocol):
     def describe(self, name: str, array: Array, device: int) -> NDArray[Any]:
         """See `Memory.describe`."""
 
-    def device_of(self, array: Array) -> int:
-        """The index of the array's device."""
+    def device_of(self, name: str, array: Array) -> int:
+        """The index of the device of an argument. Raises TypeError that names what is on none."""
 
     def current_stream(self, device: int) -> int:
         """The address of the stream that the library enqueues on."""
@@ -72,7 +75,9 @@ class CupyLibrary:
     def __init__(self) -> None:
         self._cupy: Any = importlib.import_module("cupy")
 
-    def look(self, names: Sequence[str], arrays: tuple[Array | None, ...]) -> tuple[list[int], object]:
+    def look(
+        self, names: Sequence[str], arrays: tuple[Array | None, ...], stream: int | None
+    ) -> tuple[list[int], object]:
         """See `Library.look`."""
         own = self._cupy.ndarray
         addresses: list[int] = []
@@ -87,11 +92,18 @@ class CupyLibrary:
                 looks += array.shape, array.strides, array.dtype.char, device, address % ALIGNMENT
             else:
                 if is_dlpack_only(array):
-                    array = self._cupy.from_dlpack(array)
+                    array = self._imported(array, stream)
                 seen = look_at(name, array)
-                self._order_after(array)
+                self._order_after(array, stream)
                 address = seen.address
-                looks += seen.shape, seen.strides, seen.dtype.char, seen.device, address % ALIGNMENT
+                looks += (
+                    seen.shape,
+                    seen.strides,
+                    seen.dtype.str,
+                    seen.device,
+                    address % ALIGNMENT,
+                    seen.is_readonly,
+                )
             addresses.append(address)
         return addresses, tuple(looks)
 
@@ -103,26 +115,36 @@ class CupyLibrary:
         """See `Library.part`."""
         return _part(array, first, shape, np.dtype(dtype), np.dtype(dtype))
 
-    def _order_after(self, array: Array) -> None:
-        """Let the current stream wait for the one that the array's owner says its contents come from."""
+    def _imported(self, array: Array, stream: int | None) -> Array:
+        """CuPy's view of an array that only DLPack tells of, whose owner orders a stream behind its contents."""
+        if stream is None:
+            return self._cupy.from_dlpack(array)
+        with self._stream(stream):
+            return self._cupy.from_dlpack(array)
+
+    def _order_after(self, array: Array, stream: int | None) -> None:
+        """Let a stream wait for the one that the array's owner says its contents come from."""
         producer = getattr(array, "__cuda_array_interface__", {}).get("stream")
         if producer is None:
             return
-        current = self._cupy.cuda.get_current_stream()
-        if producer != current.ptr:
+        consumer = self._cupy.cuda.get_current_stream() if stream is None else self._stream(stream)
+        if producer != consumer.ptr:
             event = self._cupy.cuda.Event(disable_timing=True)
             self._cupy.cuda.runtime.eventRecord(event.ptr, producer)
-            current.wait_event(event)
+            consumer.wait_event(event)
+
+    def _stream(self, address: int) -> Any:
+        return cupy_stream(self._cupy.cuda, address, self._cupy.cuda.runtime.getDevice())
 
     def describe(self, name: str, array: Array, device: int) -> NDArray[Any]:
         """See `Library.describe`."""
         return self.memory(device).describe(name, array)
 
-    def device_of(self, array: Array) -> int:
+    def device_of(self, name: str, array: Array) -> int:
         """See `Library.device_of`."""
         if isinstance(array, self._cupy.ndarray):
             return int(array.device.id)
-        seen = look_at("array", self._cupy.from_dlpack(array) if is_dlpack_only(array) else array)
+        seen = look_at(name, self._cupy.from_dlpack(array) if is_dlpack_only(array) else array)
         if seen.device is None:
             return int(self._cupy.cuda.runtime.pointerGetAttributes(seen.address).device)
         return seen.device
@@ -163,7 +185,9 @@ class TorchLibrary:
         # What torch tells in C, of all tensors of a call at once; before torch 2.10 it does not.
         self._exchange = getattr(self._torch.Tensor, "__dlpack_c_exchange_api__", None)
 
-    def look(self, names: Sequence[str], arrays: tuple[Array | None, ...]) -> tuple[list[int], object]:
+    def look(
+        self, names: Sequence[str], arrays: tuple[Array | None, ...], stream: int | None
+    ) -> tuple[list[int], object]:
         """See `Library.look`."""
         if self._exchange is not None:
             try:
@@ -208,11 +232,11 @@ class TorchLibrary:
         """See `Library.describe`."""
         return CupyMemory(launcher_of(device)).describe(name, array)
 
-    def device_of(self, array: Array) -> int:
+    def device_of(self, name: str, array: Array) -> int:
         """See `Library.device_of`."""
         device = int(array.get_device())
         if device < 0:
-            look_at("array", array)  # says that it is on the host
+            look_at(name, array)  # says that it is on the host
         return device
 
     def current_stream(self, device: int) -> int:
@@ -355,8 +379,8 @@ def _part(array: Array, first: int, shape: Sequence[int], dtype: np.dtype[Any], 
 _LIBRARIES: Final[dict[type, Library]] = {}
 
 
-def library_of(array: object) -> Library:
-    """The library of an array. Raises TypeError for what is no array on a GPU."""
+def library_of(name: str, array: object) -> Library:
+    """The library of an argument. Raises TypeError that names it for what is no array on a GPU."""
     library = _LIBRARIES.get(type(array))
     if library is None:
         torch = sys.modules.get("torch")  # who has a tensor has imported it
@@ -364,7 +388,7 @@ def library_of(array: object) -> Library:
             library = _torch()
         else:
             if not is_dlpack_only(array):
-                look_at("array", array)
+                look_at(name, array)
             library = _cupy()
         _LIBRARIES[type(array)] = library
     return library

@@ -57,7 +57,10 @@ def placeholder(number: int, view: NDArray[Any]) -> Placeholder:
     """Stand in for an array that is described by a view; number: of it in its plan."""
     address = _base(number) + view.ctypes.data % ALIGNMENT
     described = _Described(
-        data=(address, False), shape=view.shape, typestr=view.dtype.str, strides=view.strides
+        data=(address, not view.flags.writeable),
+        shape=view.shape,
+        typestr=view.dtype.str,
+        strides=view.strides,
     )
     return Placeholder(number, np.asarray(described))
 

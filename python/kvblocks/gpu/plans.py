@@ -80,8 +80,11 @@ class _PlanningMemory:
         return self.real.download(array)
 
     def plain(self, array: Array) -> Array:
-        if self.plan is None or not isinstance(array, Placeholder):
+        if self.plan is None:
             return self.real.plain(array)
+        if not isinstance(array, Placeholder):  # a constant
+            view = self.real.describe("array", array)
+            return self.plan.made(view.shape, view.dtype, lambda memory, _: memory.plain(array))
         number = array.number
         return self.plan.made(array.shape, array.dtype, lambda memory, arrays: memory.plain(arrays[number]))
 
@@ -284,6 +287,15 @@ class Planner:
             finally:
                 self._memory.plan = None
         plan.seal(self._launcher)
+        return plan
+
+    def plan_for(
+        self, pool: Sequence[LayerCache], views: Sequence[NDArray[Any] | None], call: Callable[..., Any]
+    ) -> Plan:
+        """`plan` of a call that stores addresses of a pool's caches, in tables that the plan keeps."""
+        plan = self.plan(views, call)
+        plan.pool = [ref(each) for each in pool]
+        plan.kept.append(self._backend.tables_of(pool))
         return plan
 
     def first_error(self) -> str | None:
