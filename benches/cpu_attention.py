@@ -29,7 +29,7 @@ from kvblocks.layout import LayerCache, from_float32
 NUM_SEQS, NUM_KEYS, NUM_QUERIES = 8, 2048, 512
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 NUM_ELEMENTS = 1 << 22
-DECODED = ["float32", "bfloat16", "fp8_e4m3", "int8", "int4", "kivi4", "kivi2"]
+DECODED = ["float32", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "kivi4", "kivi2"]
 CONVERTED = ["fp8_e4m3:head", "int8", "int4", "kivi4", "kivi2"]
 
 
