@@ -2,8 +2,9 @@
 
 use half::{bf16, f16};
 use kvblocks_cpu::{
-    attend, copy_blocks, gather, merge_states, write, Batch, Cache, CacheMut, Elements, ElementsMut, Error,
-    Execution, Groups, GroupsMut, Isa, Losses, Options, Output, Paged, Queries, Scaling, ScalingMut, Storage,
+    amax_of_columns, attend, copy_blocks, gather, merge_states, write, Batch, Cache, CacheMut, Elements,
+    ElementsMut, Error, Execution, Groups, GroupsMut, Isa, Losses, Options, Output, Paged, Queries, Scaling,
+    ScalingMut, Storage,
 };
 use proptest::prelude::*;
 
@@ -408,7 +409,7 @@ proptest! {
             let made = GroupsMut { size, bits, scale: &mut scale, zero: &mut zero };
             let scaling = if of_tokens { ScalingMut::TokenGroup(made) } else { ScalingMut::Group(made) };
             let target = CacheMut { data: ElementsMut::Packed(&mut cache), paged, scaling };
-            let mut losses = Losses::none(paged.num_heads.min(100));
+            let mut losses = Losses::default();
             let result = write(target, Elements::F32(&rows), &slots, Some(&mut losses), how);
             (result, cache, scale, zero, losses)
         });
@@ -424,6 +425,22 @@ proptest! {
         let how = Execution { isa: Isa::best(), num_threads: 2 };
         if gather(Cache { data: Elements::Packed(&cache), paged, scaling }, &table, 4, &mut out, how).is_err() {
             prop_assert!(out.iter().all(|&value| value == 5.0));
+        }
+    }
+
+    /// The largest magnitudes of columns, whose number may make no sense.
+    #[test]
+    fn no_columns_panic(num_values in 0usize..20, num_columns in prop_oneof![0usize..20, Just(1 << 62)]) {
+        let rows = values(num_values, 1);
+        let how = Execution { isa: Isa::best(), num_threads: 2 };
+        match amax_of_columns(Elements::F32(&rows), num_columns, how) {
+            Ok(amax) => {
+                for (column, amax) in amax.into_iter().enumerate() {
+                    let values = rows.iter().skip(column).step_by(num_columns);
+                    prop_assert_eq!(amax, values.fold(0.0, |highest: f32, value| highest.max(value.abs())));
+                }
+            }
+            Err(_) => prop_assert!(num_values == 0 || num_columns == 0 || num_values % num_columns != 0),
         }
     }
 }

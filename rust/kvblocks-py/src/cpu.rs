@@ -226,7 +226,7 @@ fn cpu_write<'py>(
     let mut scales = WriteScales::new(&scales)?;
     let cache = CacheMut { data: data.elements()?, paged, scaling: scales.scaling()? };
     let (rows, slots) = (rows.elements()?, slots.as_slice()?);
-    let mut losses = losses.then(|| Losses::none(paged.num_heads));
+    let mut losses = losses.then(Losses::default);
     py.detach(|| kvblocks_cpu::write(cache, rows, slots, losses.as_mut(), how)).map_err(to_python)?;
     Ok(losses.map(|Losses { amax, num_clipped }| (amax.into_pyarray(py), num_clipped.into_pyarray(py))))
 }

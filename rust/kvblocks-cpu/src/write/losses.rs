@@ -11,7 +11,7 @@ use crate::threads::for_each;
 use crate::Execution;
 
 /// Of each head, what a write has met.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Losses {
     /// The largest finite magnitude.
     pub amax: Vec<f32>,
@@ -21,7 +21,7 @@ pub struct Losses {
 
 impl Losses {
     /// Nothing has been met.
-    pub fn none(num_heads: usize) -> Self {
+    pub(super) fn none(num_heads: usize) -> Self {
         Self { amax: vec![0.0; num_heads], num_clipped: vec![0; num_heads] }
     }
 
@@ -96,9 +96,9 @@ const UNIT_TOKENS: usize = 64;
 
 /// The largest finite magnitude in each of `num_columns` columns of rows `[.., num_columns]`; 0 of no finite values.
 ///
-/// O(rows * columns).
+/// There is a row at least. O(rows * columns).
 pub fn amax_of_columns(rows: Elements<'_>, num_columns: usize, execution: Execution) -> Result<Vec<f32>> {
-    if num_columns == 0 {
+    if num_columns == 0 || rows.is_empty() {
         return Err(Error::Size { argument: "rows" });
     }
     let num_rows = rows.len() / num_columns;

@@ -58,20 +58,19 @@ pub enum ScalingMut<'a> {
 /// Rows of the cache's own element type are stored bit for bit, others rounded to nearest even. Where codes have a
 /// scale, it is computed from the finite values that share it, or the one that is given. K and V are two calls. Any
 /// other slot outside the storage is an error, and so is a part of a group of tokens, and nothing is written. `losses`
-/// of as many heads take in what is lost to codes. O(slots), and O(slots log slots) of groups of tokens.
+/// become what is lost to codes. O(slots), and O(slots log slots) of groups of tokens.
 pub fn write(
     cache: CacheMut<'_>,
     rows: Elements<'_>,
     slots: &[i64],
-    losses: Option<&mut Losses>,
+    mut losses: Option<&mut Losses>,
     execution: Execution,
 ) -> Result<()> {
     let CacheMut { data, paged, scaling } = cache;
     paged.check("cache", data.len())?;
     rows.check_floats("rows")?;
-    if let Some(losses) = &losses {
-        check_len("losses", losses.amax.len(), paged.num_heads)?;
-        check_len("losses", losses.num_clipped.len(), paged.num_heads)?;
+    if let Some(losses) = &mut losses {
+        **losses = Losses::none(paged.num_heads);
     }
     let how = How { slots, losses: losses.map(Mutex::new), execution };
     let scales = match scaling {
