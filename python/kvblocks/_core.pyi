@@ -436,8 +436,8 @@ class BlockManager:
 
         reserve: the whole prompt by default; fewer for a chunk, more for room to grow. max_tokens: how long the
         sequence may become; room for it is kept from later admissions. recompute_last_hit: leave the last block
-        that was found to be computed again. max_resident_blocks: the most blocks it ever holds at once, where
-        `drop_range` takes out what a window leaves behind; both maxima are remembered over a preemption. At least
+        that was found to be computed again. max_resident_blocks: the most blocks it ever holds at once, 1 or more,
+        where `drop_range` takes out what a window leaves behind; both maxima are remembered over a preemption. At least
         one token is always left to compute, see `full_hit`. A prompt handed out by `preempt` continues its own
         handle. Never is judged on reserve, and on the whole prompt and max_tokens as far as they are resident;
         Later on what must be free now. Raises StaleHandleError if the preempted sequence was freed

@@ -257,6 +257,16 @@ def test_arguments_are_named_with_their_numbers(manager: kv.BlockManager, step: 
         (lambda: manager.prepare("abc"), TypeError, "tokens is a str, expected"),
         (lambda: manager.prepare(None), TypeError, "tokens is a NoneType, expected"),
         (lambda: manager.allocate(manager.prepare([1]), -1), ValueError, "reserve is -1, expected 0 or more"),
+        (
+            lambda: manager.allocate(manager.prepare([1]), max_resident_blocks=0),
+            ValueError,
+            "max_resident_blocks is 0, expected 1 or more",
+        ),
+        (
+            lambda: manager.can_allocate(manager.prepare([1]), max_resident_blocks=0),
+            ValueError,
+            "max_resident_blocks is 0, expected 1 or more",
+        ),
         (lambda: step.schedule(np.array([1], np.int32), 1), TypeError, "handles is an int32 array"),
         (lambda: step.schedule(handle, np.array([1.0])), TypeError, "num_new is a float64 array"),
         (lambda: step.schedule(handle, -1), ValueError, "num_new is -1, expected 0 or more"),

@@ -10,6 +10,7 @@ use kvblocks_core::{
     SeqHandle, Spare, TransferHandle,
 };
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
@@ -72,6 +73,9 @@ fn admission_options(
     max_tokens: Option<Int>,
     max_resident_blocks: Option<Int>,
 ) -> PyResult<AdmissionOptions> {
+    if let Some(Int(0)) = max_resident_blocks {
+        return Err(PyValueError::new_err("max_resident_blocks is 0, expected 1 or more"));
+    }
     Ok(AdmissionOptions {
         reserve: optional_size("reserve", reserve)?,
         use_cache,
