@@ -275,3 +275,25 @@ def test_every_operator_is_checked(ops: Any) -> None:
     tested = Path(__file__).read_text()
     checked = set(re.findall(r"opcheck\(\s*ops\.(\w+),", tested))
     assert checked == set(names)
+
+
+def test_operators_name_what_is_wrong(ops: Any) -> None:
+    k, v = torch.zeros(6, 4, 2, 16), torch.zeros(6, 4, 2, 16)
+    moves = torch.tensor([[8, 9]])
+    for starts in ([0, 2], [-1, 1], [1, 0]):
+        with pytest.raises(ValueError, match=r"^move_start is .*: expected to ascend within 0\.\.1"):
+            ops.move_slots([k], [v], [], [], moves, torch.tensor(starts, dtype=torch.int32), "float32")
+    ops.move_slots([k], [v], [], [], moves, torch.empty(0, dtype=torch.int32), "float32")
+    with pytest.raises(ValueError, match=r"^v_caches: 0 tensors, k_caches has 1"):
+        ops.copy_blocks([k], [], [], [], torch.tensor([[1, 2]], dtype=torch.int32), "float32")
+    with pytest.raises(ValueError, match=r"^kv_format is 'kivi2': expected a format of 8 bits"):
+        ops.quantize(torch.zeros(32, 2, 32), None, "kivi2")
+
+
+def test_codes_with_a_scale_for_each_channel(ops: Any) -> None:
+    x = torch.randn(32, 2, 32)
+    codes, scale, amax, _ = ops.quantize(x, None, "int8:channel")
+    assert (codes.dtype, scale.shape) == (torch.int8, (2, 32))
+    torch.testing.assert_close(
+        ops.dequantize(codes, scale, "int8:channel"), x, atol=float(amax.max()) / 250, rtol=0
+    )

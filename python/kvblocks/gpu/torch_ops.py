@@ -79,6 +79,9 @@ def _pool(
     kv_format: str,
     layout: str,
 ) -> list[LayerCache]:
+    for name, given in (("v_caches", v_caches), ("k_scales", k_scales), ("v_scales", v_scales)):
+        if len(given) != len(k_caches) and (given or name == "v_caches"):
+            raise ValueError(f"{name}: {len(given)} tensors, k_caches has {len(k_caches)}")
     none: Sequence[Tensor | None] = [None] * len(k_caches)
     parts = zip(k_caches, v_caches, k_scales or none, v_scales or none, strict=True)
     return [_layer_cache(*part, kv_format, layout) for part in parts]
@@ -107,6 +110,21 @@ def _cpu(kv_format: str) -> Backend:
     supported = backend.supported()
     listed = str(parts.k) in supported.k_formats and str(parts.v) in supported.v_formats
     return backend if listed else get_backend("numpy")
+
+
+@cache
+def _codec(part: Format) -> Backend:
+    """The fastest host backend that has a format of K or V."""
+    backend = get_backend("cpu")
+    return backend if str(part) in backend.supported().k_formats else get_backend("numpy")
+
+
+def _eight_bits(kv_format: str) -> Format:
+    """The format of codes of 8 bits, which have no more than a scale. Raises ValueError for another one."""
+    part = parse_format(kv_format, "k")
+    if part.bits != 8:
+        raise ValueError(f"kv_format is {kv_format!r}: expected a format of 8 bits")
+    return part
 
 
 def _storage(part: Format) -> torch.dtype:
@@ -376,8 +394,11 @@ def _(
 def _move_on_host(pool: Sequence[LayerCache], moves: NDArray[Any], move_start: NDArray[Any]) -> None:
     """The moves in their order; host backends have no such call. Raises what `DeviceBackend.move_slots` does."""
     check_moves(moves, move_start)
-    if len(moves) == 0 or not pool:
+    if len(move_start) < 2 or len(moves) == 0 or not pool:
         return
+    starts = move_start.tolist()
+    if starts != sorted(starts) or starts[0] < 0 or starts[-1] > len(moves):
+        raise ValueError(f"move_start is {starts}: expected to ascend within 0..{len(moves)}, the moves")
     first, end = (int(move_start[at]) for at in (0, -1))
     for cache_ in pool:
         if moves.max() >= cache_.num_slots:
@@ -431,20 +452,20 @@ def _(
 @torch.library.custom_op("kvblocks::quantize", mutates_args=())
 def quantize(x: Tensor, scale: Tensor | None, kv_format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `calls.quantize`; returns (codes, scale, amax, num_clipped). scale: None computes it."""
-    part = parse_format(kv_format, "k")
+    part = _eight_bits(kv_format)
     if x.is_cuda:
         encoded = calls.quantize(x, kv_format, "amax" if scale is None else scale)
         codes, used, _, amax, clipped = encoded
         # What an operator returns is no argument of it.
         return codes.view(_storage(part)), torch.clone(used) if scale is not None else used, amax, clipped
-    encoded = _cpu(kv_format).quantize(_host(x), kv_format, "amax" if scale is None else _host(scale))
+    encoded = _codec(part).quantize(_host(x), kv_format, "amax" if scale is None else _host(scale))
     codes, used, _, amax, clipped = encoded
     return _tensor(codes, _storage(part)), _tensor(np.array(used)), _tensor(amax), _tensor(clipped)
 
 
 @quantize.register_fake
 def _(x: Tensor, scale: Tensor | None, kv_format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    part = parse_format(kv_format, "k")
+    part = _eight_bits(kv_format)
     num_tokens, num_heads, dim = x.shape
     shapes = {
         "tensor": (1,),
@@ -466,7 +487,7 @@ def dequantize(codes: Tensor, scale: Tensor, kv_format: str) -> Tensor:
     if codes.is_cuda:
         values: Tensor = calls.dequantize(codes, kv_format, scale)
         return values
-    return _tensor(_cpu(kv_format).dequantize(_host(codes), kv_format, _host(scale)))
+    return _tensor(_codec(_eight_bits(kv_format)).dequantize(_host(codes), kv_format, _host(scale)))
 
 
 @dequantize.register_fake
