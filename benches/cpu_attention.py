@@ -19,7 +19,7 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks._core import cpu_read_all
+from kvblocks._core import cpu_read_all, cpu_simd
 from kvblocks.backends.cpu import CpuBackend
 from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.config import CacheConfig
@@ -98,6 +98,23 @@ def print_decode(threads: list[int], repeat: int) -> None:
             )
 
 
+def print_instructions(repeat: int) -> None:
+    """Tokens a second with each set of instructions: one that falls far behind calls what should be inlined."""
+    sets = cpu_simd()
+    print("decode, 1 thread     tokens/s with " + "".join(f"{name:>12}" for name in sets))
+    for kv_format in DECODED:
+        cache, tables = filled(kv_format, NUM_SEQS)
+        q = np.random.default_rng(1).standard_normal((NUM_SEQS, NUM_Q_HEADS, HEAD_DIM), np.float32)
+        q_own = from_float32(q, "float32" if kv_format == "float32" else "bfloat16")
+        lens, starts = np.full(NUM_SEQS, NUM_KEYS, np.int32), np.arange(NUM_SEQS + 1, dtype=np.int32)
+        line = f"{kv_format:35}"
+        for name in sets:
+            backend = CpuBackend(num_threads=1, simd=name)
+            (step,) = best(repeat, partial(backend.attend, cache, q_own, tables, lens, starts))
+            line += f"{NUM_SEQS / step:12,.0f}"
+        print(line)
+
+
 def print_numpy(repeat: int) -> None:
     """The specification on one sequence."""
     cache, tables = filled("float32", 1)
@@ -108,11 +125,12 @@ def print_numpy(repeat: int) -> None:
     print(f"decode of one float32 sequence, 1 thread: {theirs / ours:.1f} times as fast as NumPy")
 
 
-def print_prefill(threads: list[int], repeat: int, torch: ModuleType | None) -> None:
+def print_prefill(dtype: str, threads: list[int], repeat: int, torch: ModuleType | None) -> None:
     """Beside torch on contiguous K and V with their heads repeated, whose mask is bottom-right as well."""
-    cache, tables = filled("float32", 1)
+    cache, tables = filled(dtype, 1)
     rng = np.random.default_rng(2)
-    q = rng.standard_normal((NUM_QUERIES, NUM_Q_HEADS, HEAD_DIM), np.float32)
+    rows = rng.standard_normal((NUM_QUERIES, NUM_Q_HEADS, HEAD_DIM), np.float32)
+    q = from_float32(rows, dtype)
     args = (cache, q, tables, np.array([NUM_KEYS], np.int32), np.array([0, NUM_QUERIES], np.int32))
     for num_threads in threads:
         backend = CpuBackend(num_threads=num_threads)
@@ -120,17 +138,18 @@ def print_prefill(threads: list[int], repeat: int, torch: ModuleType | None) -> 
         if torch is not None:
             torch.set_num_threads(num_threads)
             k, v = (
-                torch.from_numpy(rows).permute(1, 0, 2)[None]
-                for rows in backend.gather(cache, tables[0], NUM_KEYS)
+                torch.from_numpy(part).to(getattr(torch, dtype)).permute(1, 0, 2)[None]
+                for part in backend.gather(cache, tables[0], NUM_KEYS)
             )
             mask = torch.ones(NUM_QUERIES, NUM_KEYS, dtype=torch.bool).tril(NUM_KEYS - NUM_QUERIES)
             attend = partial(
                 torch.nn.functional.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True
             )
-            calls.append(partial(attend, torch.from_numpy(q).permute(1, 0, 2)[None], k, v))
+            theirs_q = torch.from_numpy(rows).to(getattr(torch, dtype)).permute(1, 0, 2)[None]
+            calls.append(partial(attend, theirs_q, k, v))
         ours, *theirs = best(repeat, *calls)
         beside = "".join(f", {seconds / ours:.2f}x of torch" for seconds in theirs)
-        print(f"prefill in float32, {num_threads} threads: {ours * 1e3:.0f} ms{beside}")
+        print(f"prefill in {dtype}, {num_threads} threads: {ours * 1e3:.0f} ms{beside}")
 
 
 def print_conversion(repeat: int) -> None:
@@ -179,8 +198,10 @@ def main() -> None:
         f"instructions: {CpuBackend().simd}; torch: {'not installed' if torch is None else torch.__version__}"
     )
     print_decode(args.threads, args.repeat)
+    print_instructions(args.repeat)
     print_numpy(args.repeat)
-    print_prefill(args.threads, args.repeat, torch)
+    for dtype in ("float32", "bfloat16"):
+        print_prefill(dtype, args.threads, args.repeat, torch)
     print_conversion(args.repeat)
 
 
