@@ -15,8 +15,9 @@ struct MoveParams {
     const i64* moves;      // [num_moves, 2]: source, destination slot; a negative one skips the move
     const i32* move_start; // [num_seqs + 1]: sequence i owns the moves move_start[i]..move_start[i + 1]
     u32* error;            // report of check.cuh, or nullptr
+    i32 num_moves, padding;
 };
-static_assert(sizeof(MoveParams) == 32, "the host packs the same bytes");
+static_assert(sizeof(MoveParams) == 40, "the host packs the same bytes");
 
 constexpr i32 move_threads = 128;
 
@@ -30,8 +31,14 @@ KVB_DEVICE void move_column(const MoveParams& params, const Region& region, i64 
     }
     const i64 in_token = head * region.head_stride + (column - head * units_of_run) * unit;
     const i64 num_slots = static_cast<i64>(region.num_blocks) * region.num_tokens;
-    for (i32 move = params.move_start[block_x()]; move < params.move_start[block_x() + 1]; ++move) {
-        const i64 source = params.moves[2 * move], destination = params.moves[2 * move + 1];
+    const i32 first = params.move_start[block_x()], end = params.move_start[block_x() + 1];
+    if (first < 0 || end < first || end > params.num_moves) {
+        report_error(params.error, error_move_start, block_x(), 0, end < first || first < 0 ? first : end);
+        return;
+    }
+    for (i32 move = first; move < end; ++move) {
+        const i64 at = 2 * static_cast<i64>(move);
+        const i64 source = params.moves[at], destination = params.moves[at + 1];
         if (source >= num_slots || destination >= num_slots) {
             report_error(params.error, error_move, move, 0, source >= num_slots ? source : destination);
             continue;

@@ -423,6 +423,20 @@ def test_wrong_values_are_told_on_request(library: HostLibrary) -> None:
     assert gpu.first_error(step.q) is None
 
 
+@pytest.mark.parametrize(("starts", "told"), [([0, 2], 2), ([-1, 1], -1), ([1, 0], 1)])
+def test_moves_beyond_their_list_are_not_followed(library: HostLibrary, starts: list[int], told: int) -> None:
+    cache = make_cache("float16")
+    cache.k[...] = np.arange(cache.k.shape[0]).reshape(-1, 1, 1, 1)
+    before = cache.k.copy()
+    moves = np.array([[9, 20], [10, 30], [11, 40]], np.int64)[1:2]  # others' numbers on both sides
+    gpu.move_slots([cache], moves, np.array(starts, np.int32))
+    np.testing.assert_array_equal(cache.k, before)
+    assert (
+        gpu.first_error(moves)
+        == f"a move_start that does not ascend within moves: row 0, column 0, value {told}"
+    )
+
+
 def test_any_thread_may_call(library: HostLibrary) -> None:
     """Threads that share a plan each get the result of their own arrays."""
     cache = make_cache("float16")

@@ -11,12 +11,13 @@ namespace kvb {
 
 enum ErrorCode : u32 {
     error_none = 0,
-    error_slot = 1,      // slot_mapping [row] is below -1 or beyond the storage
-    error_block = 2,     // block_tables [row, column] is no block of the storage
-    error_seq_len = 3,   // seq_lens [row] is negative or beyond the row's table
-    error_query_len = 4, // row has more queries than keys, or query_start_loc is not ascending
-    error_copy = 5,      // copies [row] names a block beyond the storage
-    error_move = 6,      // moves [row] names a slot beyond the storage
+    error_slot = 1,       // slot_mapping [row] is below -1 or beyond the storage
+    error_block = 2,      // block_tables [row, column] is no block of the storage
+    error_seq_len = 3,    // seq_lens [row] is negative or beyond the row's table
+    error_query_len = 4,  // row has more queries than keys, or query_start_loc is not ascending
+    error_copy = 5,       // copies [row] names a block beyond the storage
+    error_move = 6,       // moves [row] names a slot beyond the storage
+    error_move_start = 7, // move_start [row] is negative, beyond moves, or above the next
 };
 
 // report: u32 [4], or nullptr where nobody asked.

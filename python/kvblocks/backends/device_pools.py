@@ -96,7 +96,7 @@ def move_slots(
     table = tables.of(caches[0], regions)
     record["regions"] = address_of(kernels.memory.describe("regions", table))
     record["moves"], record["move_start"] = (address_of(each.view) for each in held)
-    record["error"] = kernels.error_address()
+    record["error"], record["num_moves"] = kernels.error_address(), len(moves_view)
     instance = specs.only(specs.MOVE_SLOTS)
     columns = min(64, -(-widest // specs.MOVE_SLOTS.threads))
     kernels.launch(instance, (len(start_view) - 1, len(regions), columns), 0, record)

@@ -23,6 +23,7 @@ _CODES: Final = {
     4: "more queries than keys, or a query_start_loc that does not ascend",
     5: "a block of copies that the cache does not have",
     6: "a slot of moves that the cache does not have",
+    7: "a move_start that does not ascend within moves",
 }
 # Blocks of a kernel that goes through its rows in a loop.
 MOST_BLOCKS_OF_A_LOOP: Final = 4096

@@ -90,6 +90,8 @@ MOVE: Final = _record(
     ("moves", POINTER),
     ("move_start", POINTER),
     ("error", POINTER),
+    ("num_moves", _I32),
+    ("padding", _I32),
 )
 
 UPLOAD_RUN: Final = _record(
