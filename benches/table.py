@@ -1,4 +1,6 @@
-"""The speed table: every row of `benchmarks.rows`, kvblocks and the Python pool in turn, and the bare loop's floor.
+"""The speed table: every row of `benchmarks.rows` beside the Python pool and the bare loop's floor.
+
+Warm: the block manager's samples one after another, as the floor's. Cold: in turn with the Python pool's.
 
 Run it from the checkout: python -m benches.table [--quick] [--parts] [ROW ...]
 """
@@ -10,30 +12,32 @@ import time
 from .benchmarks.floor import build, floor
 from .benchmarks.mooncake import HIT_RATES, hit_rate, read_prompts, trace_path
 from .benchmarks.resident import resident_bytes
-from .benchmarks.row import Measured, Row, measure
+from .benchmarks.row import Measured, Row, measure, measure_warm
 from .benchmarks.rows import ROWS, UnavailableError
 
 Parts = dict[str, float]
 
 
-def print_row(name: str, row: Row, ours: Measured, theirs: Measured, bare: Parts | None, goal: float) -> None:
-    """One line: typical and least cost, without `schedule`; the Python pool's, the floor, the goal, and ratios."""
-    total, python = ours.total(row), theirs.total(row)
-    without = f"{total - ours.parts['schedule']:9.2f}" if len(row.counted) > 3 else f"{'':9}"
+def print_row(
+    name: str, row: Row, cold: Measured, warm: Measured, python: Measured, bare: Parts | None, goal: float
+) -> None:
+    """One line: warm and cold cost; the floor and the goal, and the warm cost's ratios to them; the Python pool's."""
+    total, pool = warm.total(row), python.total(row)
     least = f"{'':16}"
     if bare is not None:
         lowest = sum(bare[part] for part in row.counted)
         least = f"{lowest:8.2f}{total / lowest:8.1f}"
     print(
-        f"{name:<13}{row.unit:<9}{total:9.2f}{ours.least_total(row):9.2f}{without}{python:10.1f}"
-        f"{total / python:8.3f}{least}{goal:8g}{total / goal:8.2f}",
+        f"{name:<13}{row.unit:<9}{total:9.2f}{cold.total(row):9.2f}{least}{goal:8g}{total / goal:8.2f}"
+        f"{pool:10.1f}{cold.total(row) / pool:8.3f}",
         flush=True,
     )
 
 
-def print_parts(ours: Measured, theirs: Measured, bare: Parts | None) -> None:
+def print_parts(cold: Measured, warm: Measured, python: Measured, bare: Parts | None) -> None:
     """What each call of the row costs on all sides."""
-    for side, costs in (("kvblocks", ours.parts), ("Python", theirs.parts), ("floor", bare or {})):
+    sides = {"warm": warm.parts, "cold": cold.parts, "floor": bare or {}, "Python": python.parts}
+    for side, costs in sides.items():
         if costs:
             parts = "  ".join(f"{part} {cost:.2f}" for part, cost in costs.items())
             print(f"{'':13}{side:<9}{parts}", flush=True)
@@ -51,8 +55,8 @@ def main() -> int:
     wanted = tuple(options.rows) or ("",)
     has_floor = build()
     print(
-        f"{'row':<13}{'unit':<9}{'kvblocks':>9}{'least':>9}{'no sched':>9}{'Python':>10}{'ratio':>8}{'floor':>8}"
-        f"{'/ floor':>8}{'goal':>8}{'/ goal':>8}"
+        f"{'row':<13}{'unit':<9}{'warm':>9}{'cold':>9}{'floor':>8}{'/ floor':>8}{'goal':>8}{'/ goal':>8}"
+        f"{'Python':>10}{'ratio':>8}"
     )
     for name, entry in ROWS.items():
         if not name.startswith(wanted):
@@ -64,11 +68,12 @@ def main() -> int:
             print(f"{name:<13}skipped: {reason}")
             continue
         samples, python_samples = (3, 1) if quick else (entry.samples, entry.python_samples)
-        ours, theirs = measure(row, samples, python_samples)
+        cold, python = measure(row, samples, python_samples)
+        warm = measure_warm(row, samples)
         bare = floor(name, row, samples) if has_floor else None
-        print_row(name, row, ours, theirs, bare, entry.goal)
+        print_row(name, row, cold, warm, python, bare, entry.goal)
         if options.parts:
-            print_parts(ours, theirs, bare)
+            print_parts(cold, warm, python, bare)
     if "W8".startswith(wanted):
         for side in ("xxh3", "sha256", "python"):
             untouched, full = resident_bytes(side)

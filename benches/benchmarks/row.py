@@ -1,13 +1,15 @@
 """How a row of the speed table is timed: a workload of the block manager beside the same in a Python pool.
 
-Owns `Row` and `measure`. A sample is a fixed list of cycles and leaves both pools as it found them, so that each sample
-measures the same state. Every call is timed by itself: a cycle answers with the nanoseconds of each of its `parts`, in
-order, the clock's own cost included.
+Owns `Row`, `measure` and `measure_warm`. A sample is a fixed list of cycles and leaves both pools as it found them, so
+that each sample measures the same state. Every call is timed by itself: a cycle answers with the nanoseconds of each of
+its `parts`, in order, the clock's own cost included.
 """
 
 import gc
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,53 +59,58 @@ def clock_ns() -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """One side of a row: typical and least cost of each part, without the clock's, in the row's unit.
+    """One side of a row: typical cost of each part, without the clock's, in the row's unit.
 
-    Per cycle the median (the least) of all samples is taken; a part's cost is the mean over the cycles.
+    Per cycle the median of all samples is taken; a part's cost is the mean over the cycles.
     """
 
     parts: dict[str, float]
-    least: dict[str, float]
 
     @classmethod
     def of(cls, row: Row, samples: list[list[Laps]]) -> "Measured":
         """Sum up samples of a row."""
         laps = np.maximum(np.array(samples, np.float64) - clock_ns(), 0) / row.unit_ns
-        typical, least = np.median(laps, axis=0).mean(axis=0), laps.min(axis=0).mean(axis=0)
-        return cls(
-            dict(zip(row.parts, typical.tolist(), strict=True)),
-            dict(zip(row.parts, least.tolist(), strict=True)),
-        )
+        typical = np.median(laps, axis=0).mean(axis=0)
+        return cls(dict(zip(row.parts, typical.tolist(), strict=True)))
 
     def total(self, row: Row) -> float:
         """Typical cost of the row."""
         return sum(self.parts[part] for part in row.counted)
 
-    def least_total(self, row: Row) -> float:
-        """Least cost of the row."""
-        return sum(self.least[part] for part in row.counted)
+
+@contextmanager
+def undisturbed(row: Row) -> Iterator[None]:
+    """Without the garbage collector; asserts that the state at the end is that at the start."""
+    before = row.state()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+    assert row.state() == before, f"{type(row).__name__} left another state than it found"
 
 
 def measure(row: Row, samples: int, python_samples: int) -> tuple[Measured, Measured]:
     """Both sides in turn, after one sample each that is thrown away if there are to be several.
 
-    Asserts that the state at the end is that at the start.
+    Each of our samples finds the caches full of the other side's data, as an engine's step does after the model's.
     """
     ours: list[list[Laps]] = []
     theirs: list[list[Laps]] = []
-    before = row.state()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with undisturbed(row):
         for number in range(samples):
             ours.append(row.sample_kvblocks())
             if number * python_samples // samples >= len(theirs):
                 theirs.append(row.sample_python_pool())
-    finally:
-        if collecting:
-            gc.enable()
-    assert row.state() == before, f"{type(row).__name__} left another state than it found"
     return (
         Measured.of(row, ours[min(1, samples - 1) :]),
         Measured.of(row, theirs[min(1, python_samples - 1) :]),
     )
+
+
+def measure_warm(row: Row, samples: int) -> Measured:
+    """The block manager's samples one after another, after one that is thrown away: as the floor is measured."""
+    with undisturbed(row):
+        return Measured.of(row, [row.sample_kvblocks() for _ in range(samples + 1)][1:])
