@@ -18,15 +18,17 @@ static_assert(sizeof(AttentionState) == 48, "the host packs the same bytes");
 
 struct MergeParams {
     AttentionState state[2];
-    u8* out;    // [num_tokens, num_q_heads, head_dim_v], contiguous
-    float* lse; // [num_tokens, num_q_heads], contiguous
+    u8* out;    // [num_tokens, num_q_heads, head_dim_v]
+    float* lse; // [num_tokens, num_q_heads]
+    i64 out_token_stride, out_head_stride;
+    i64 lse_token_stride, lse_head_stride;
     i64 num_rows;
     i32 num_q_heads;
     i32 head_dim_v;
     i32 dtype; // of all three outs
     i32 padding;
 };
-static_assert(sizeof(MergeParams) == 136, "the host packs the same bytes");
+static_assert(sizeof(MergeParams) == 168, "the host packs the same bytes");
 
 constexpr i32 merge_threads = 128;
 
@@ -48,8 +50,10 @@ KVB_DEVICE void merge_states(const MergeParams& params) {
             total += weight[i];
         }
         if (lane == 0) {
-            params.lse[row] = log_sum(base, total);
+            params.lse[token * params.lse_token_stride + head * params.lse_head_stride] =
+                log_sum(base, total);
         }
+        const i64 to = token * params.out_token_stride + head * params.out_head_stride;
         for (i32 i = lane; i < params.head_dim_v; i += 32) {
             float sum = 0.0f;
             for (i32 part = 0; part < 2; ++part) {
@@ -60,7 +64,7 @@ KVB_DEVICE void merge_states(const MergeParams& params) {
                            element_at(state.out + from * bytes_of(params.dtype), i, params.dtype);
                 }
             }
-            store_element(params.out, row * params.head_dim_v + i, sum, params.dtype);
+            store_element(params.out, to + i, sum, params.dtype);
         }
     }
 }

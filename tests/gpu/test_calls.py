@@ -140,8 +140,17 @@ def test_every_other_call_is_the_backends_too(library: HostLibrary, plans: list[
             )
         state = step.q, rng.standard_normal((4, 4)).astype(np.float32)
         other = step.q[::-1], rng.standard_normal((4, 4)).astype(np.float32)
-        for a, b in zip(gpu.merge_states(*state, *other), backend.merge_states(*state, *other), strict=True):
-            np.testing.assert_array_equal(a, b)
+        wanted = backend.merge_states(*state, *other)
+        # Rows of a result may stand apart.
+        given = np.full((4, 6, 32), 9, np.float16)[:, 1:5], np.full((4, 8), 9, np.float32)[:, ::2]
+        for result in (gpu.merge_states(*state, *other), given):
+            if result is given:
+                returned = gpu.merge_states(*state, *other, out=given[0], lse=given[1])
+                assert all(a is b for a, b in zip(returned, given, strict=True))
+            for a, b in zip(result, wanted, strict=True):
+                np.testing.assert_array_equal(a, b)
+        assert (given[0].base[:, [0, 5]] == 9).all()
+        assert (given[1].base[:, 1::2] == 9).all()
 
 
 def test_tables_in_the_form_of_one_list(library: HostLibrary, plans: list[Any]) -> None:
@@ -166,6 +175,60 @@ def test_tables_in_the_form_of_one_list(library: HostLibrary, plans: list[Any]) 
         gpu.paged_attention_csr(cache, step.q, indptr[1:], indices, last, step.starts)
     with pytest.raises(ValueError, match=r"^max_blocks is 13: expected an integer in 0\.\.12"):
         gpu.paged_attention_csr(cache, step.q, indptr, indices, last, step.starts, max_blocks=13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("indptr", "wrong"),
+    [
+        ([0, 5, 7, 13], (2, 13)),  # beyond the list
+        ([0, 5, 2**31 - 1, 12], (1, 2**31 - 1)),
+        ([-3, 5, 7, 12], (0, -3)),
+        ([0, 9, 7, 12], (1, 9)),  # above the next
+        ([0, 5, 7, -(2**31)], (2, 7)),
+    ],
+)
+def test_lists_that_are_cut_wrongly(dtype: str, indptr: list[int], wrong: tuple[int, int]) -> None:
+    """A part that lies outside the list, or ends before it begins, is never followed: its row has no keys."""
+    step = Step(lens=(33, 9, 33), num_new=(1, 1, 1))
+    cache = make_cache(dtype)
+    backend = emulated_backend()
+    backend.write(cache, step.k, step.v, step.slots)
+    counts = -(-step.lens // 8)
+    indices = np.concatenate([row[:count] for row, count in zip(step.tables, counts, strict=True)])
+    last = (step.lens - (counts - 1) * 8).astype(np.int32)
+
+    def attend(starts: list[int]) -> np.ndarray:
+        return backend.attend_csr(cache, step.q, np.array(starts, np.int32), indices, last, step.starts)
+
+    clean = attend([0, 5, 7, 12])
+    assert backend.first_error() is None
+    out = attend(indptr)
+    row, value = wrong
+    assert f"kv_indptr that does not ascend within kv_indices: row {row}, column 0, value" in (
+        error := str(backend.first_error())
+    )
+    assert str(value) in error
+    assert not out[row].any()
+    for other in range(3):
+        if indptr[other : other + 2] == [0, 5, 7, 12][other : other + 2]:
+            np.testing.assert_array_equal(out[other], clean[other])
+
+
+def test_where_merged_states_go() -> None:
+    step = Step()
+    sums = np.zeros((4, 4), np.float32)
+    state = step.q, sums, step.q.copy(), sums.copy()
+    backend = emulated_backend()
+    for given, error, text in (
+        ({"out": step.q}, ValueError, "out and out_a share memory"),
+        ({"lse": sums}, ValueError, "lse and lse_a share memory"),
+        ({"out": np.zeros((4, 4, 32), np.float32)}, TypeError, "out: dtype float32, out_a has float16"),
+        ({"out": np.zeros((4, 4, 64), np.float16)[..., ::2]}, ValueError, "out: strides"),
+        ({"lse": np.zeros((4, 5), np.float32)}, ValueError, r"lse: axis 1 \(num_q_heads\) is 5, expected 4"),
+    ):
+        with pytest.raises(error, match=f"^{text}"):
+            backend.merge_states(*state, **given)
 
 
 @pytest.mark.parametrize("has_head", [True, False], ids=["4-axes", "3-axes"])

@@ -52,7 +52,7 @@ struct AttendParams {
     i32 split_size; // keys of a split; 0: as many as make the splits even
     i32 k_scale_mode, v_scale_mode;
     i32 k_is_vector, v_is_vector; // rows can be read 16 bytes at a time
-    i32 padding;
+    i32 num_indices;              // CSR: of kv_indices
 };
 static_assert(sizeof(AttendParams) == 320, "the host packs the same bytes");
 
@@ -135,6 +135,14 @@ KVB_DEVICE Tile find_tile(const AttendParams& params, i32 rows_of_tile) {
     tile.num_rows = max_i32(0, min_i32(rows_of_tile, num_queries * group - tile.first_row));
     if (tile.seq == params.num_seqs || tile.num_rows == 0) {
         return tile;
+    }
+    if (params.kv_indptr != nullptr) {
+        const i32 first = params.kv_indptr[tile.seq], past = params.kv_indptr[tile.seq + 1];
+        const bool ascends = first >= 0 && first <= past;
+        if (!ascends || past > params.num_indices) {
+            report_error(params.error, error_indptr, tile.seq, 0, ascends ? past : first);
+            return tile;
+        }
     }
     const i32 seq_len = length_of(params, tile.seq);
     if (seq_len < 0 || seq_len > capacity_of(params, tile.seq)) {

@@ -18,6 +18,7 @@ enum ErrorCode : u32 {
     error_copy = 5,       // copies [row] names a block beyond the storage
     error_move = 6,       // moves [row] names a slot beyond the storage
     error_move_start = 7, // move_start [row] is negative, beyond moves, or above the next
+    error_indptr = 8,     // kv_indptr [row] is negative, beyond kv_indices, or above the next
 };
 
 // report: u32 [4], or nullptr where nobody asked.

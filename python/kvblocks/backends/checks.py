@@ -175,16 +175,7 @@ def check_attend(
             raise ValueError(f"{name}: head {head} is {per_head[head]}, expected a finite number")
 
     out_shape = (("num_tokens", num_tokens), ("num_q_heads", num_q_heads), ("head_dim_v", cache.head_dim_v))
-    if out is not None:
-        expect_array("out", out)
-        if out.dtype != q.dtype:
-            raise TypeError(f"out: dtype {out.dtype}, q has {q.dtype}")
-        expect_shape("out", out, out_shape)
-        expect_result("out", out)
-    if lse is not None:
-        expect_dtype("lse", lse, np.float32)
-        expect_shape("lse", lse, out_shape[:2])
-        expect_result("lse", lse)
+    _check_results(out, lse, out_shape, ("q", q.dtype))
     tails: tuple[tuple[str, NDArray[Any]], ...] = ()
     if tail is not None:
         tails = _check_tail(supported, cache, tail, seq_lens)
@@ -272,8 +263,11 @@ def check_merge(
     lse_a: NDArray[np.float32],
     out_b: NDArray[Any],
     lse_b: NDArray[np.float32],
+    *,
+    out: NDArray[Any] | None = None,
+    lse: NDArray[np.float32] | None = None,
 ) -> None:
-    """Check the arguments of `merge_states`."""
+    """Check the arguments of `merge_states`, and where its results go."""
     expect_floats("out_a", out_a, supported.q_dtypes)
     expect_shape("out_a", out_a, (("num_tokens", None), ("num_q_heads", None), ("head_dim_v", None)))
     num_tokens, num_q_heads, head_dim_v = out_a.shape
@@ -282,9 +276,33 @@ def check_merge(
     if out_b.dtype != out_a.dtype:
         raise TypeError(f"out_b: dtype {out_b.dtype}, out_a has {out_a.dtype}")
     expect_shape("out_b", out_b, shape)
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        expect_dtype(name, lse, np.float32)
-        expect_shape(name, lse, shape[:2])
+    for name, sums in (("lse_a", lse_a), ("lse_b", lse_b)):
+        expect_dtype(name, sums, np.float32)
+        expect_shape(name, sums, shape[:2])
+    _check_results(out, lse, shape, ("out_a", out_a.dtype))
+    states = (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
+    expect_apart((("out", out), ("lse", lse)), states)
+    expect_apart((("out", out),), (("lse", lse),))
+
+
+def _check_results(
+    out: NDArray[Any] | None,
+    lse: NDArray[np.float32] | None,
+    shape: tuple[tuple[str, int], ...],
+    like: tuple[str, np.dtype[Any]],
+) -> None:
+    """Check where outputs [num_tokens, num_q_heads, head_dim_v] of the dtype of `like` go, and their sums."""
+    if out is not None:
+        expect_array("out", out)
+        name, dtype = like
+        if out.dtype != dtype:
+            raise TypeError(f"out: dtype {out.dtype}, {name} has {dtype}")
+        expect_shape("out", out, shape)
+        expect_result("out", out)
+    if lse is not None:
+        expect_dtype("lse", lse, np.float32)
+        expect_shape("lse", lse, shape[:2])
+        expect_result("lse", lse)
 
 
 def _check_rows(

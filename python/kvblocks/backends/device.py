@@ -196,8 +196,8 @@ class DeviceBackend(Kernels):
         """`attend` with the tables in FlashInfer's form, as `Step.csr` gives them.
 
         kv_indptr int32 [num_seqs + 1]; kv_indices int32 [total blocks]; kv_last_block_len int32 [num_seqs], tokens of
-        the last block. max_blocks: of the longest sequence, by which keys are split; None: all of kv_indices. The
-        caller answers for the values of kv_indptr, which are compared with nothing.
+        the last block. max_blocks: of the longest sequence, by which keys are split; None: all of kv_indices. A
+        sequence whose part of kv_indptr is wrong has no keys, as one of a wrong length.
         """
         see = self.memory.describe
         indptr, indices = see("kv_indptr", kv_indptr), see("kv_indices", kv_indices)
@@ -214,7 +214,7 @@ class DeviceBackend(Kernels):
         prepared, _ = self._prepare_attention(
             cache,
             q,
-            _Csr(starts.view, shaped),
+            _Csr(starts.view, shaped, len(indices)),
             kv_last_block_len,
             query_start_loc,
             out=out,
@@ -352,15 +352,27 @@ class DeviceBackend(Kernels):
         self.launch(specs.gather_kv(seen.format.k.name), grid, 0, record)
         return rows[0], rows[1]
 
-    def merge_states(self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-        """See `Backend.merge_states`. One launch."""
+    def merge_states(
+        self,
+        out_a: Array,
+        lse_a: Array,
+        out_b: Array,
+        lse_b: Array,
+        *,
+        out: Array | None = None,
+        lse: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """See `Backend.merge_states`. One launch. out, lse: where the results go, apart from all else."""
         see = self.memory.describe
         views = see("out_a", out_a), see("lse_a", lse_a), see("out_b", out_b), see("lse_b", lse_b)
-        check_merge(_SUPPORTED, *views)
-        out, lse = (
-            self.memory.empty(views[0].shape, views[0].dtype),
-            self.memory.empty(views[1].shape, np.float32),
-        )
+        out = self.memory.empty(views[0].shape, views[0].dtype) if out is None else out
+        lse = self.memory.empty(views[1].shape, np.float32) if lse is None else lse
+        out_view, lse_view = see("out", out), see("lse", lse)
+        check_merge(_SUPPORTED, *views, out=out_view, lse=lse_view)
+        if strides(out_view)[2] != 1 and out_view.shape[2] > 1:
+            raise ValueError(
+                f"out: strides {out_view.strides} in bytes, expected rows of neighbouring elements"
+            )
         num_tokens, num_q_heads, head_dim_v = views[0].shape
         num_rows = num_tokens * num_q_heads
         if num_rows == 0 or head_dim_v == 0:
@@ -374,7 +386,9 @@ class DeviceBackend(Kernels):
             into["out"], into["lse"] = address_of(rows.view), address_of(lses.view)
             into["out_token_stride"], into["out_head_stride"] = strides(rows.view)[:2]
             into["lse_token_stride"], into["lse_head_stride"] = strides(lses.view)
-        record["out"], record["lse"] = address_of(see("out", out)), address_of(see("lse", lse))
+        record["out"], record["lse"] = address_of(out_view), address_of(lse_view)
+        record["out_token_stride"], record["out_head_stride"] = strides(out_view)[:2]
+        record["lse_token_stride"], record["lse_head_stride"] = strides(lse_view)
         record["num_rows"], record["num_q_heads"] = num_rows, num_q_heads
         record["head_dim_v"], record["dtype"] = head_dim_v, DTYPES[dtype_name(views[0].dtype)]
         instance = specs.only(specs.MERGE_STATES)
@@ -424,7 +438,10 @@ class DeviceBackend(Kernels):
         see = self.memory.describe
         if isinstance(block_tables, _Csr):
             tables = Held(block_tables, block_tables.shaped)
-            record["kv_indptr"] = address_of(block_tables.indptr)
+            record["kv_indptr"], record["num_indices"] = (
+                address_of(block_tables.indptr),
+                block_tables.num_indices,
+            )
         else:
             # A row of a table is read in place, whatever the stride between rows.
             tables = self.rows(block_tables, see("block_tables", block_tables))
@@ -497,6 +514,7 @@ class _Csr(NamedTuple):
 
     indptr: NDArray[Any]
     shaped: NDArray[Any]
+    num_indices: int
 
 
 _SUPPORTED: Final = Supported(

@@ -24,6 +24,7 @@ _CODES: Final = {
     5: "a block of copies that the cache does not have",
     6: "a slot of moves that the cache does not have",
     7: "a move_start that does not ascend within moves",
+    8: "a kv_indptr that does not ascend within kv_indices",
 }
 # Blocks of a kernel that goes through its rows in a loop.
 MOST_BLOCKS_OF_A_LOOP: Final = 4096

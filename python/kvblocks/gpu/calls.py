@@ -204,18 +204,28 @@ def paged_attention_csr(
     )
 
 
+_MERGE = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
+
+
 def _merge(
-    backend: DeviceBackend, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
+    backend: DeviceBackend, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Any, lse: Any
 ) -> tuple[Array, Array]:
-    return backend.merge_states(out_a, lse_a, out_b, lse_b)
+    return backend.merge_states(out_a, lse_a, out_b, lse_b, out=out, lse=lse)
 
 
 def merge_states(
-    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, stream: object = None
+    out_a: Array,
+    lse_a: Array,
+    out_b: Array,
+    lse_b: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    stream: object = None,
 ) -> tuple[Array, Array]:
-    """Attention over the union of two disjoint sets of keys; see `Backend.merge_states`. One launch."""
+    """Attention over the union of two disjoint sets of keys; see `DeviceBackend.merge_states`. One launch."""
     merged: tuple[Array, Array] = dispatcher_for("out_a", out_a).run(
-        _merge, ("out_a", "lse_a", "out_b", "lse_b"), (out_a, lse_a, out_b, lse_b), stream=stream
+        _merge, _MERGE, (out_a, lse_a, out_b, lse_b, out, lse), stream=stream
     )
     return merged
 

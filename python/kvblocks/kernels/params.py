@@ -180,7 +180,7 @@ ATTEND: Final = _record(
     ("v_scale_mode", _I32),
     ("k_is_vector", _I32),
     ("v_is_vector", _I32),
-    ("padding", _I32),
+    ("num_indices", _I32),
 )
 SIMT: Final = _record(("attend", ATTEND), ("lanes_log2", _I32), ("padding", _I32))
 
@@ -196,6 +196,10 @@ MERGE: Final = _record(
     ("state", STATE, (2,)),
     ("out", POINTER),
     ("lse", POINTER),
+    ("out_token_stride", _I64),
+    ("out_head_stride", _I64),
+    ("lse_token_stride", _I64),
+    ("lse_head_stride", _I64),
     ("num_rows", _I64),
     ("num_q_heads", _I32),
     ("head_dim_v", _I32),
