@@ -928,3 +928,32 @@ proptest_state_machine::prop_state_machine! {
     #[test]
     fn manager_agrees_with_the_naive_model(sequential 1..100 => Test);
 }
+
+/// Rows take their blocks and publish one after the other: the first publishes a twin of a cached block which the second
+/// one takes, so that the content lives on in the twin, and the block after it is found.
+#[test]
+fn a_twin_of_the_same_step_keeps_an_evicted_content_alive() {
+    let mut naive = Naive::new(13, 1, 2, true);
+    naive.publish = Publish::OnSchedule;
+    (naive.max_tokens, naive.max_seqs) = (MAX_TOKENS, 2);
+    let reference = Reference { naive, degenerate_hash: true, null_block: true };
+    let options = Options { use_cache: false, ..Options::DEFAULT };
+    let calls = [
+        // Seven blocks of zeros. A transfer holds the second one, the others are cached, the first one is evicted last.
+        Call::Allocate { tokens: vec![0; 6], options },
+        Call::Advance { seq: 0, extra: 1, ids: vec![0] },
+        Call::BeginTransfer { seq: 0, start: 1, len: 1 },
+        Call::Free { seqs: vec![0] },
+        // Somebody else takes four of the six free ones, and two sequences all but the last two cached ones.
+        Call::Allocate { tokens: vec![1, 0, 0, 0], options },
+        // Both need one more: the second row's is the cached first block.
+        Call::Twins { tokens: vec![0, 1, 0], rows: vec![(0, vec![1]), (0, vec![1])], order: vec![0, 1] },
+    ];
+    let mut test = Test::init_test(&reference);
+    for call in calls {
+        test = Test::apply(test, &reference, call);
+    }
+    let zeros = test.manager.preparer().prepare(vec![0; 20], Keys::default()).unwrap();
+    assert_eq!(test.manager.match_prefix(&zeros, false), Ok(2));
+    assert_eq!(test.reference.naive.cached_tokens(zeros.ids(), Options::DEFAULT.ask(20)), 2);
+}

@@ -146,12 +146,8 @@ pub struct Naive {
     pub tally: Tally,
     /// By namespace.
     pub tallies: [Tally; NAMESPACES as usize],
-    /// Blocks that each row of the step being planned has taken.
-    pub taken: BTreeMap<Name, usize>,
     /// Blocks taken that were not there: how far a clone went beyond the pool.
     pub debt: usize,
-    /// (sequence, column, tokens kept) of published blocks that the step being planned writes into.
-    pub overwritten: Vec<(Name, usize, usize)>,
 }
 
 /// What an admission answers: cached tokens and new blocks.
@@ -180,9 +176,7 @@ impl Naive {
             publications: 0,
             tally: Tally::default(),
             tallies: [Tally::default(); NAMESPACES as usize],
-            taken: BTreeMap::new(),
             debt: 0,
-            overwritten: Vec::new(),
         }
     }
 
@@ -488,28 +482,24 @@ impl Naive {
         Ok((name, cached))
     }
 
-    /// Schedule one row on `self`, going into debt if need be. `ids` yields the tokens nobody knows yet.
-    fn schedule_row(&mut self, name: Name, num_new: usize, lookahead: usize, ids: &[u32]) {
+    /// Schedule one row on `self`, going into debt if need be. `ids` yields the tokens nobody knows yet. Returns the column
+    /// of the published block that it writes into as the sole owner, if any.
+    fn schedule_row(&mut self, name: Name, num_new: usize, lookahead: usize, ids: &[u32]) -> Option<usize> {
         let mut seq = self.seqs[&name].clone();
         let (start, end) = (seq.scheduled, seq.scheduled + num_new);
+        let mut overwritten = None;
         if !start.is_multiple_of(self.block_size) && num_new > 0 {
             let col = start / self.block_size;
-            let (tail, kept) = (seq.table[col], seq.computed.saturating_sub(col * self.block_size));
-            let kept = kept.min(self.block_size);
+            let tail = seq.table[col];
             if self.blocks[tail].refs > 1 {
-                let copy = self.take(seq.namespace);
-                *self.taken.entry(name).or_default() += 1;
+                seq.table[col] = self.copy_of(&seq, col);
                 self.drop_ref(tail);
-                self.blocks[copy].fill = kept;
-                seq.table[col] = copy;
-                self.count(seq.namespace, |tally| tally.copied += 1);
             } else if self.blocks[tail].content.is_some() {
-                self.overwritten.push((name, col, kept));
+                overwritten = Some(col);
             }
         }
         while seq.table.len() < self.blocks_for(end + lookahead) {
             seq.table.push(self.take(seq.namespace));
-            *self.taken.entry(name).or_default() += 1;
         }
         seq.in_flight.push((num_new, seq.reserved));
         seq.scheduled = end;
@@ -517,30 +507,34 @@ impl Naive {
         let missing = end.saturating_sub(seq.tokens.len());
         seq.tokens.extend(ids.iter().cycle().take(missing));
         self.seqs.insert(name, seq);
+        overwritten
     }
 
-    /// Published blocks that their sole owners write into: copied while there is room, else forgotten.
-    fn settle_overwritten(&mut self) {
-        let mut retired = Vec::new();
-        for (name, col, kept) in std::mem::take(&mut self.overwritten) {
-            let tail = self.seqs[&name].table[col];
-            if self.free + self.queue.len() > 0 {
-                let namespace = self.seqs[&name].namespace;
-                let copy = self.take(namespace);
-                *self.taken.entry(name).or_default() += 1;
-                self.blocks[copy].fill = kept;
-                self.seqs.get_mut(&name).unwrap().table[col] = copy;
-                self.count(namespace, |tally| tally.copied += 1);
-                retired.push(tail);
-            } else {
-                self.blocks[tail].content = None;
-                self.blocks[tail].fill = self.blocks[tail].fill.min(kept);
-            }
+    /// A new block with the computed tokens of a column.
+    fn copy_of(&mut self, seq: &Seq, col: usize) -> usize {
+        let copy = self.take(seq.namespace);
+        self.blocks[copy].fill = self.computed_in(seq, col);
+        self.count(seq.namespace, |tally| tally.copied += 1);
+        copy
+    }
+
+    /// Computed tokens in a column.
+    fn computed_in(&self, seq: &Seq, col: usize) -> usize {
+        seq.computed.saturating_sub(col * self.block_size).min(self.block_size)
+    }
+
+    /// Let a sequence write into a published block of its own: a copy of it, or the block itself, forgotten.
+    fn settle_overwritten(&mut self, name: Name, col: usize, is_copied: bool) {
+        let mut seq = self.seqs[&name].clone();
+        let tail = seq.table[col];
+        if is_copied {
+            seq.table[col] = self.copy_of(&seq, col);
+            self.drop_ref(tail);
+            self.seqs.insert(name, seq);
+        } else {
+            self.blocks[tail].content = None;
+            self.blocks[tail].fill = self.blocks[tail].fill.min(self.computed_in(&seq, col));
         }
-        for block in retired {
-            self.drop_ref(block);
-        }
-        self.note_peak();
     }
 
     /// (rows scheduled, refusal). `rows`: (name, num_new, lookahead, ids).
@@ -550,35 +544,26 @@ impl Naive {
         fit: bool,
         behind: Behind,
     ) -> (usize, Option<Refusal>) {
-        self.taken.clear();
-        let available = self.available();
-        let (num_rows, refusal) = self.try_schedule(rows, fit, behind);
-        self.settle_overwritten();
-        self.count_evicting(available, &rows[..num_rows]);
-        if self.publish == Publish::OnSchedule {
-            for (name, ..) in &rows[..num_rows] {
-                let mut seq = self.seqs[name].clone();
+        let (num_rows, mut spare, refusal) = self.plan(rows, fit, behind);
+        // Row by row: what one row publishes may be the twin of a cached block that a later row takes.
+        for (name, num_new, lookahead, ids) in &rows[..num_rows] {
+            let evicted = self.tally.evicted;
+            if let Some(col) = self.schedule_row(*name, *num_new, *lookahead, ids) {
+                // The first ones are copied while there is room for that.
+                self.settle_overwritten(*name, col, spare > 0);
+                spare = spare.saturating_sub(1);
+            }
+            let evicting = u64::from(self.tally.evicted > evicted);
+            let mut seq = self.seqs[name].clone();
+            self.count(seq.namespace, |tally| tally.evicting += evicting);
+            if self.publish == Publish::OnSchedule {
                 let len = seq.scheduled.min(seq.prompt_len);
                 self.publish(&mut seq, len);
                 self.seqs.insert(*name, seq);
             }
         }
+        self.note_peak();
         (num_rows, refusal)
-    }
-
-    /// Whether each block that can be taken is cached, in the order of being taken.
-    fn available(&self) -> Vec<bool> {
-        let queued = self.queue.iter().map(|&block| self.blocks[block].content.is_some());
-        (0..self.free).map(|_| false).chain(queued).collect()
-    }
-
-    /// Rows take their blocks one after the other: count those that came to a cached one.
-    fn count_evicting(&mut self, mut available: Vec<bool>, rows: &[(Name, usize, usize, Vec<u32>)]) {
-        for (name, ..) in rows {
-            let taken = self.taken.get(name).copied().unwrap_or(0);
-            let evicting = u64::from(available.drain(..taken).any(|is_cached| is_cached));
-            self.count(self.seqs[name].namespace, |tally| tally.evicting += evicting);
-        }
     }
 
     /// Whether a batch, or under `fit` a single row, is larger than the arrays.
@@ -600,45 +585,42 @@ impl Naive {
         }
     }
 
-    fn try_schedule(
-        &mut self,
+    /// What a batch comes to: rows that fit, blocks left when they have theirs, refusal.
+    fn plan(
+        &self,
         rows: &[(Name, usize, usize, Vec<u32>)],
         fit: bool,
         behind: Behind,
-    ) -> (usize, Option<Refusal>) {
+    ) -> (usize, usize, Option<Refusal>) {
         let mut trial = self.clone();
         let mut refusal = None;
-        let mut num_tokens = 0;
+        let (mut num_tokens, mut spare) = (0, self.free + self.queue.len());
         for (row, (name, num_new, lookahead, ids)) in rows.iter().enumerate() {
             num_tokens += num_new;
+            let num_rows = if fit { row } else { 0 };
             if behind.num_seqs + row == self.max_seqs || behind.num_tokens + num_tokens > self.max_tokens {
-                return (row, Some(Refusal::Later { num_blocks: 0 }));
+                return (row, spare, Some(Refusal::Later { num_blocks: 0 }));
             }
             let holes = self.seqs[name].table.iter().filter(|&&block| block == HOLE).count();
             let columns = self.blocks_for(self.seqs[name].scheduled + num_new + lookahead);
             let need = columns.saturating_sub(holes);
             if need > self.capacity {
                 refusal = Some(Refusal::Never { need_blocks: need, capacity_blocks: self.capacity });
-                return (if fit { row } else { 0 }, refusal);
+                return (num_rows, spare, refusal);
             }
             if behind.is_appended && trial.needs_copy(*name, *num_new) {
-                return (if fit { row } else { 0 }, refusal.or(Some(Refusal::Later { num_blocks: 0 })));
+                return (num_rows, spare, refusal.or(Some(Refusal::Later { num_blocks: 0 })));
             }
             trial.schedule_row(*name, *num_new, *lookahead, ids);
             if trial.debt > 0 {
                 refusal = Some(Refusal::Later { num_blocks: trial.debt });
                 if fit {
-                    return (row, refusal);
+                    return (row, spare, refusal);
                 }
-            } else if fit {
-                *self = trial.clone();
             }
+            spare = trial.free + trial.queue.len();
         }
-        if refusal.is_none() {
-            *self = trial;
-            return (rows.len(), None);
-        }
-        (0, refusal)
+        (if refusal.is_none() { rows.len() } else { 0 }, spare, refusal)
     }
 
     /// Offer the blocks that the first `len` tokens fill.
@@ -688,8 +670,7 @@ impl Naive {
             let block = seq.table[column];
             self.forget(block);
             if self.blocks[block].refs == 1 {
-                let computed = seq.computed.saturating_sub(column * self.block_size).min(self.block_size);
-                self.blocks[block].fill = self.blocks[block].fill.min(computed);
+                self.blocks[block].fill = self.blocks[block].fill.min(self.computed_in(seq, column));
             }
         }
         self.retract(seq, scheduled / self.block_size);
@@ -761,7 +742,7 @@ impl Naive {
         let (step, reserved_before) = seq.in_flight.remove(0);
         seq.computed += count;
         for (column, &block) in seq.table.iter().enumerate().filter(|(_, &block)| block != HOLE) {
-            let within = seq.computed.saturating_sub(column * self.block_size).min(self.block_size);
+            let within = self.computed_in(&seq, column);
             // Blocks before the committed range are full already.
             let fill = &mut self.blocks[block].fill;
             *fill = within.max(*fill);
