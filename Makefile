@@ -93,7 +93,7 @@ test-all: test
 	$(MAKE) test-hf
 
 test-model: $(STAMPS)/core $(STAMPS)/examples $(STAMPS)/test
-	$(PY) -m pytest -m model $(ARGS)
+	$(PY) -m pytest -m model -n 2 $(ARGS)
 
 test-cuda: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/cuda-test
 	$(PY) -m pytest -m cuda -n 2 $(ARGS)
