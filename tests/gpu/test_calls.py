@@ -229,6 +229,9 @@ def test_where_merged_states_go() -> None:
     ):
         with pytest.raises(error, match=f"^{text}"):
             backend.merge_states(*state, **given)
+    empty = step.q[:0], sums[:0]
+    out, lse = np.empty((0, 4, 32), np.float16), np.empty((0, 4), np.float32)
+    assert backend.merge_states(*empty, *empty, out=out, lse=lse)[0] is out
 
 
 @pytest.mark.parametrize("has_head", [True, False], ids=["4-axes", "3-axes"])

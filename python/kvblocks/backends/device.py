@@ -365,14 +365,13 @@ class DeviceBackend(Kernels):
         """See `Backend.merge_states`. One launch. out, lse: where the results go, apart from all else."""
         see = self.memory.describe
         views = see("out_a", out_a), see("lse_a", lse_a), see("out_b", out_b), see("lse_b", lse_b)
+        given = None if out is None else see("out", out)
+        check_merge(_SUPPORTED, *views, out=given, lse=None if lse is None else see("lse", lse))
+        if given is not None and given.size and given.shape[2] > 1 and strides(given)[2] != 1:
+            raise ValueError(f"out: strides {given.strides} in bytes, expected rows of neighbouring elements")
         out = self.memory.empty(views[0].shape, views[0].dtype) if out is None else out
         lse = self.memory.empty(views[1].shape, np.float32) if lse is None else lse
         out_view, lse_view = see("out", out), see("lse", lse)
-        check_merge(_SUPPORTED, *views, out=out_view, lse=lse_view)
-        if strides(out_view)[2] != 1 and out_view.shape[2] > 1:
-            raise ValueError(
-                f"out: strides {out_view.strides} in bytes, expected rows of neighbouring elements"
-            )
         num_tokens, num_q_heads, head_dim_v = views[0].shape
         num_rows = num_tokens * num_q_heads
         if num_rows == 0 or head_dim_v == 0:
