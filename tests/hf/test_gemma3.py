@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gemma3.model import F32, Gemma, GemmaConfig, random_tensors
+from gemma3.model import Gemma, GemmaConfig
 from gemma3.quality import as_model
 from kvblocks import PagedKVCache
+from smollm2.model import F32, random_tensors
 
 torch = pytest.importorskip("torch", reason="`make test-hf` installs torch")
 pytest.importorskip("transformers", reason="`make test-hf` installs transformers")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gemma3.model import F32, Gemma, GemmaConfig, random_tensors
+from gemma3.model import Gemma, GemmaConfig
 from gemma3.quality import as_model
 from gemma3.tokenizer import Tokenizer, merges
 from gemma3.weights import PACKAGE, Vocabulary, find_gguf
@@ -18,6 +18,7 @@ from kvblocks import PagedKVCache
 from kvblocks.cli import main
 from kvblocks.quality import CacheView, Grid, Model, Text, evaluate, with_format
 from kvblocks.quality.model import IDS
+from smollm2.model import F32, random_tensors
 
 CONFIG = GemmaConfig(
     num_layers=7,
