@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Final
 
 from kvblocks._core import __version__
-from kvblocks.report import UserError
+from kvblocks.report import INTERRUPTED, UserError
 
 # Name, module, the one line of `kvblocks --help`.
 COMMANDS: Final = (
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"kvblocks: {error}\n")
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # What is still buffered would be an error again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

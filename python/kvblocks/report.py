@@ -1,7 +1,8 @@
 """What the commands share in how they speak: the error of a user's input, tables, files, progress, figures.
 
-Owns `UserError` and the use of rich and matplotlib, both of the extra `tools` and imported when first used.
-Imports the standard library only. Results go to standard output, progress to standard error.
+Owns `UserError`, the exit status of an interrupted command, and the use of rich and matplotlib, both of the extra
+`tools` and imported when first used. Imports the standard library only. Results go to standard
+output, progress to standard error.
 """
 
 import contextlib
@@ -32,6 +33,8 @@ _STYLE: Final[dict[str, Any]] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "kvblocks",
 }
+# Exit status of a command that was interrupted: 128 and the number of SIGINT, as shells count it.
+INTERRUPTED: Final = 130
 # Characters a line where the output is no terminal.
 _PLAIN_WIDTH: Final = 120
 

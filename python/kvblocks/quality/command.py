@@ -31,7 +31,6 @@ from kvblocks.quality.text import cut, read_text
 from kvblocks.quality.verdict import Thresholds
 from kvblocks.report import UserError
 
-_INTERRUPTED: Final = 130
 DEFAULT_MODEL: Final = "smollm2.quality:smollm2"
 DEFAULT_FORMATS: Final = "int8 int8:channel,int8 fp8_e4m3 int4 kivi4 kivi4r kivi2 kivi2r naive_int2"
 # name -> (full, quick)
@@ -230,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             plot_grid(result, args.plot, f"Passkey retrieval, {model.name}")
     if result.interrupted:
-        return _INTERRUPTED
+        return report.INTERRUPTED
     return 1 if given and not all(score.passes for score in result.scores) else 0
 
 

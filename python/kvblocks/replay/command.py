@@ -38,7 +38,6 @@ from kvblocks.traces.trace import Trace
 
 __all__ = ["configure", "run"]
 
-_INTERRUPTED: Final = 130
 _STOPPED: Final = "interrupted: the tables show what was replayed until then"
 
 
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if prints:
         _print(trace, work)
     _write(args, trace, engine, options, work, notes)
-    return _INTERRUPTED if work.interrupted else 0
+    return report.INTERRUPTED if work.interrupted else 0
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
