@@ -202,13 +202,16 @@ impl Manager {
         let num_cached_tokens = self.find_hits(prompt, options);
         let num_blocks = self.size.blocks(reserve).max(self.hits.len());
         let num_new_blocks = num_blocks - self.hits.len();
-        let revived = self.hits.iter().filter(|&&block| self.pool.refs(block) == 0).count();
-        let available = self.pool.num_available() - revived;
         let mut need = num_new_blocks;
         if self.pool.num_live() > 0 {
             // What this request itself will grow to is promised to it, as is what the running ones have been.
             let own = self.size.blocks(declared).min(resident).saturating_sub(num_blocks);
             need += self.watermark + self.counters.total.promised_blocks + own;
+        }
+        let mut available = self.pool.num_available();
+        // Hits that are cached now are not available; if there is room even so, it does not matter which are.
+        if need + self.hits.len() > available {
+            available -= self.hits.iter().filter(|&&block| self.pool.refs(block) == 0).count();
         }
         match need.saturating_sub(available) {
             0 => Ok(Admission { num_cached_tokens, num_new_blocks }),

@@ -23,7 +23,9 @@ pub(crate) struct Record {
     digest: [u32; 4],
     content: [u32; 2],
     parent: [u32; 2],
-    /// Neighbours in the cached list, while it is in there.
+    /// Neighbours in the queue, while it is in there. A table is released tail first, so `prev` likely is the block that
+    /// follows in a prompt. It stays when a block leaves the queue, and is set when the next one is published: a hint,
+    /// and perhaps no block at all.
     pub prev: u32,
     pub next: u32,
     /// Its written high-water mark.
@@ -101,9 +103,10 @@ impl Blocks {
         })
     }
 
+    /// The records of all blocks, their tokens one after the other, and how many a block holds.
     #[inline]
-    pub fn block_size(&self) -> usize {
-        self.block_size
+    pub fn all(&self) -> (&[Record], &[u32], usize) {
+        (&self.records, &self.tokens, self.block_size)
     }
 
     #[inline]
@@ -142,12 +145,6 @@ impl Blocks {
         prefetch(&self.refs, block.index());
     }
 
-    /// Ask for the tokens of a block, ahead of their use.
-    #[inline]
-    pub fn prefetch_tokens(&self, block: BlockId) {
-        self.prefetch_token(block, 0);
-    }
-
     /// Ask for one token of a block, ahead of its use.
     #[inline]
     pub fn prefetch_token(&self, block: BlockId, offset: usize) {
@@ -174,16 +171,6 @@ impl Blocks {
         &self.tokens[start..start + self.block_size]
     }
 
-    /// Whether a block holds exactly these tokens.
-    #[inline]
-    pub fn holds_tokens(&self, block: BlockId, tokens: &[u32]) -> bool {
-        let own = self.tokens(block);
-        match (<&[u32; 16]>::try_from(own), <&[u32; 16]>::try_from(tokens)) {
-            (Ok(own), Ok(tokens)) => own.iter().zip(tokens).fold(0, |all, (a, b)| all | (a ^ b)) == 0,
-            _ => own == tokens,
-        }
-    }
-
     #[inline]
     pub fn write_tokens(&mut self, block: BlockId, offset: usize, tokens: &[u32]) {
         let start = block.index() * self.block_size + offset;
@@ -203,6 +190,16 @@ impl Blocks {
     pub fn copy_tokens(&mut self, src: BlockId, dst: BlockId, len: usize) {
         let (src, dst) = (src.index() * self.block_size, dst.index() * self.block_size);
         self.tokens.copy_within(src..src + len, dst);
+    }
+}
+
+/// Whether the tokens of two blocks are equal.
+#[inline(always)]
+pub(crate) fn are_same(a: &[u32], b: &[u32]) -> bool {
+    match (<&[u32; 16]>::try_from(a), <&[u32; 16]>::try_from(b)) {
+        // `==` would call the C library.
+        (Ok(a), Ok(b)) => a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0,
+        _ => a == b,
     }
 }
 

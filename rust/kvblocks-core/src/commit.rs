@@ -391,21 +391,33 @@ impl Sequence {
     fn publish_until(&mut self, full: usize, digest: Option<&Digest>, pool: &mut Pool) {
         let size = pool.block_size.get();
         pool.namespaces.add_refs(self.namespace, full - self.num_published);
+        for column in self.num_published..full.min(self.num_published + AHEAD) {
+            self.prefetch_publish(column, pool);
+        }
         for column in self.num_published..full {
+            self.prefetch_publish(column + AHEAD, pool);
             let in_prompt = (column + 1) * size <= self.prompt_len();
             let digest = if in_prompt { self.prompt.hashes.get(column) } else { digest };
             let block = self.blocks[column];
-            if let (Some(ahead), Some(index)) = (self.prompt.hashes.get(column + AHEAD), &pool.index) {
-                index.prefetch(prefix::fragment(ahead));
-            }
-            if let Some(&ahead) = self.blocks.get(column + AHEAD) {
-                pool.blocks.prefetch(ahead);
-            }
             let Some(link) = pool.publish(block, &self.tip, digest, self.prompt.extra(column)) else {
                 return;
             };
             self.tip = link;
             self.num_published = column + 1;
+            if let Some(&before) = self.blocks[..column].last().filter(|&&before| before != BlockId::HOLE) {
+                pool.blocks[before].prev = block.0;
+            }
+        }
+    }
+
+    /// Ask for what publishing the block in a column of the prompt reads and writes, if there is such a column.
+    #[inline]
+    fn prefetch_publish(&self, column: usize, pool: &Pool) {
+        if let (Some(digest), Some(index)) = (self.prompt.hashes.get(column), &pool.index) {
+            index.prefetch(prefix::fragment(digest));
+        }
+        if let Some(&block) = self.blocks.get(column) {
+            pool.blocks.prefetch(block);
         }
     }
 

@@ -125,10 +125,10 @@ impl FreeList {
         Some(block)
     }
 
-    /// Take `block` out of the queue, wherever it stands. O(1).
+    /// Take `count` neighbours, from `first` to `last`, out of the queue, wherever they stand. O(1).
     #[inline]
-    pub fn unlink(&mut self, block: BlockId, blocks: &mut Blocks) {
-        let (prev, next) = (blocks[block].prev, blocks[block].next);
+    pub fn unlink(&mut self, first: BlockId, last: BlockId, count: u32, blocks: &mut Blocks) {
+        let (prev, next) = (blocks[first].prev, blocks[last].next);
         match prev {
             NIL => self.head = next,
             prev => blocks[BlockId(prev)].next = next,
@@ -137,7 +137,7 @@ impl FreeList {
             NIL => self.tail = prev,
             next => blocks[BlockId(next)].prev = prev,
         }
-        self.num_queued -= 1;
+        self.num_queued -= count;
     }
 
     /// Note that a queued block without content was taken. O(1).

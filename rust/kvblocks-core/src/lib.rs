@@ -17,7 +17,7 @@
 //!
 //! **The trap**: block ids are reused. A table read earlier is a snapshot; hold a handle, not a block id.
 //!
-//! Imports flow one way: `ids, hash -> free_list, prompt -> prefix -> pool -> manager` and, on top of it,
+//! Imports flow one way: `ids, hash -> free_list, buckets, prompt -> prefix -> pool -> manager` and, on top of it,
 //! one file a verb group: `admission`, `step`, `commit`, `lifetime`, then `stats` and `check`.
 
 #![deny(unsafe_code)]
@@ -25,6 +25,7 @@
 mod admission;
 mod block_size;
 mod blocks;
+mod buckets;
 mod check;
 mod commit;
 mod cut;

@@ -138,7 +138,7 @@ impl Pool {
         let refs = self.blocks.refs(block);
         *self.blocks.refs_mut(block) = refs + 1;
         if refs == 0 {
-            self.list.unlink(block, &mut self.blocks);
+            self.list.unlink(block, block, 1, &mut self.blocks);
             let namespace = self.blocks[block].namespace;
             self.count_revived(1, u64::from(self.blocks[block].fill), namespace);
         } else if self.is_held(block, refs) {
@@ -149,19 +149,27 @@ impl Pool {
 
     /// Add a sequence of a namespace to the owners of blocks that it hits. O(blocks).
     pub fn share_many(&mut self, hits: &[BlockId], namespace: u32) {
-        let (mut num_revived, mut slots) = (0, 0);
-        for &block in hits {
-            let refs = self.blocks.refs(block);
-            if refs == 0 {
-                *self.blocks.refs_mut(block) = 1;
-                self.list.unlink(block, &mut self.blocks);
-                num_revived += 1;
-                slots += u64::from(self.blocks[block].fill);
-            } else {
-                self.share(block);
+        let (mut num_revived, mut rest) = (0, hits);
+        while let Some((&first, behind)) = rest.split_first() {
+            rest = behind;
+            if self.refs(first) > 0 {
+                self.share(first);
+                continue;
             }
+            // A table is released tail first: in the queue, the block behind a cached one likely stands before it.
+            let (mut last, mut count) = (first, 1);
+            *self.blocks.refs_mut(first) = 1;
+            while let Some((&next, behind)) =
+                rest.split_first().filter(|(next, _)| next.0 == self.blocks[last].prev)
+            {
+                *self.blocks.refs_mut(next) = 1;
+                (last, count, rest) = (next, count + 1, behind);
+            }
+            self.list.unlink(last, first, count, &mut self.blocks);
+            num_revived += count;
         }
-        self.count_revived(num_revived, slots, namespace);
+        // Published blocks are full.
+        self.count_revived(num_revived, u64::from(num_revived) * self.block_size.get() as u64, namespace);
     }
 
     /// Count cached blocks of a namespace that have become live.

@@ -1,16 +1,12 @@
-//! The prefix cache's index: from content to a block that holds it. Imports `blocks`, `hash`, `ids`,
-//! `prefetch`, `prompt`, `words`.
+//! The prefix cache's index: from content to a block that holds it. Imports `blocks`, `buckets`, `hash`,
+//! `ids`, `prefetch`, `prompt`.
 //!
 //! Content is compared, never trusted to a digest. Comparing whole prefixes would cost O(prefix) a block, so each
 //! distinct (parent content, tokens, extra keys) is given a [`ContentId`] when first published: two published blocks
 //! have the same content id if and only if they hold the K/V of the same prefix under the same keys. A candidate found
 //! by digest is a hit if its tokens, its extra keys and its *parent's content id* are equal; by induction from the root
-//! of its namespace no collision can pass.
-//!
-//! The table is open addressing in buckets of one cache line: up to 10 block ids, beside each a tag of 16 bits, and the
-//! number of entries that found the bucket full and went on to a later one. Half of the digest's first 64 bits choose the
-//! bucket, others the tag: so a look-up compares all tags of a bucket at once, nearly never looks at a block in vain,
-//! and goes on only where that number is not 0. There are no tombstones and no rehash.
+//! of its namespace no collision can pass. So a block may be guessed as well: the hits of a prompt are found by asking
+//! each block's record which one follows it, and the table only where that was wrong.
 //!
 //! Invariant: every published block is either the one the table names for its content (the oldest) or among the twins
 //! of that content, in the order of publication; withdrawing a block removes exactly itself.
@@ -19,12 +15,12 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
-use crate::blocks::Blocks;
+use crate::blocks::{are_same, Blocks, Record};
+use crate::buckets::Buckets;
 use crate::hash::Digest;
 use crate::ids::BlockId;
 use crate::prefetch::{prefetch, AHEAD};
 use crate::prompt::Tokens;
-use crate::words::Words;
 
 /// Identity of a published prefix; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -86,10 +82,8 @@ impl Hasher for NumberHasher {
 
 /// Finds published blocks by content.
 pub(crate) struct PrefixIndex {
-    /// `WORDS` to a bucket.
-    words: Words,
-    num_buckets: usize,
-    num_entries: usize,
+    /// The oldest block of each content.
+    buckets: Buckets,
     /// Later blocks of a content that the table already names, oldest first. Duplicates are rare: two requests that
     /// computed the same block at the same time.
     twins: HashMap<ContentId, Vec<BlockId>, BuildHasherDefault<NumberHasher>>,
@@ -100,51 +94,6 @@ pub(crate) struct PrefixIndex {
 #[inline]
 pub(crate) fn fragment(digest: &Digest) -> u64 {
     digest.low as u64
-}
-
-/// Entries of a bucket.
-const PLACES: usize = 10;
-/// Its length in the table.
-const WORDS: usize = size_of::<Bucket>() / size_of::<u32>();
-/// The tag of an empty place.
-const EMPTY: u16 = 0;
-
-#[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
-#[repr(C)]
-struct Bucket {
-    tags: [u16; PLACES],
-    /// Entries that found it full.
-    went_on: u32,
-    blocks: [u32; PLACES],
-}
-
-impl Bucket {
-    /// The places with a tag, one bit each.
-    #[inline]
-    fn places(&self, tag: u16) -> u32 {
-        let bits = self.tags.iter().zip(0..).map(|(&other, place)| u32::from(other == tag) << place);
-        bits.fold(0, |places, bit| places | bit)
-    }
-
-    /// The place of a block, given its tag.
-    #[inline]
-    fn place_of(&self, tag: u16, block: BlockId) -> Option<usize> {
-        let mut places = self.places(tag);
-        while places != 0 {
-            let place = places.trailing_zeros() as usize;
-            if self.blocks[place] == block.0 {
-                return Some(place);
-            }
-            places &= places - 1;
-        }
-        None
-    }
-}
-
-/// What stands for a digest in its bucket.
-#[inline]
-fn tag(fragment: u64) -> u16 {
-    ((fragment >> 32) as u16).max(EMPTY + 1)
 }
 
 pub(crate) fn is_published(blocks: &Blocks, block: BlockId) -> bool {
@@ -159,56 +108,25 @@ pub(crate) fn link(blocks: &Blocks, block: BlockId) -> Link {
 impl PrefixIndex {
     /// An index for `num_blocks` blocks, which never grows; None if the memory cannot be had.
     pub fn new(num_blocks: usize) -> Option<Self> {
-        // 57 % full at 11.2 bytes a block: few buckets overflow.
-        let num_buckets = (num_blocks * 7).div_ceil(40) + 1;
-        let words = Words::new(WORDS * num_buckets)?;
-        Some(Self { words, num_buckets, num_entries: 0, twins: HashMap::default(), next_content: 1 })
+        Some(Self { buckets: Buckets::new(num_blocks)?, twins: HashMap::default(), next_content: 1 })
     }
 
     /// The oldest block with this content. `collisions` grows by the blocks met that have the same digest and other
     /// tokens or keys. O(1) expected.
     #[inline]
-    pub fn find(&self, wanted: Content, blocks: &Blocks, collisions: &mut u64) -> Option<BlockId> {
-        let fragment = fragment(wanted.digest);
-        let mut at = self.home(fragment);
-        for _ in 0..self.num_buckets {
-            let bucket = self.bucket(at);
-            let mut found = bucket.places(tag(fragment));
-            while found != 0 {
-                let block = BlockId(bucket.blocks[found.trailing_zeros() as usize]);
-                if holds(block, &wanted, blocks) {
-                    return Some(block);
-                }
-                *collisions += u64::from(collides(block, &wanted, blocks));
-                found &= found - 1;
-            }
-            if bucket.went_on == 0 {
-                break;
-            }
-            at = self.after(at);
-        }
-        None
+    fn find(&self, wanted: Content, blocks: &Blocks, collisions: &mut u64) -> Option<BlockId> {
+        self.buckets.find(fragment(wanted.digest), |block| compare(block, &wanted, blocks, collisions))
     }
 
     /// Ask for the place where a digest with these first bits is found, ahead of the look-up.
     #[inline]
     pub fn prefetch(&self, fragment: u64) {
-        prefetch(&self.words, WORDS * self.home(fragment));
-    }
-
-    /// The block that a look-up would compare first, asked for ahead of it; a hole if there is none.
-    #[inline]
-    fn prefetch_candidate(&self, digest: &Digest, blocks: &Blocks) -> BlockId {
-        let bucket = self.bucket(self.home(fragment(digest)));
-        let place = bucket.places(tag(fragment(digest))).trailing_zeros() as usize;
-        let Some(&block) = bucket.blocks.get(place) else { return BlockId::HOLE };
-        blocks.prefetch(BlockId(block));
-        blocks.prefetch_tokens(BlockId(block));
-        BlockId(block)
+        self.buckets.prefetch(fragment);
     }
 
     /// The longest run of published blocks that hold the leading blocks of a prompt after `parent`, at most `most`, pushed
     /// to `hits`; `collisions` as in `find`. O(hits).
+    #[inline(never)]
     pub fn find_chain(
         &self,
         prompt: &Tokens,
@@ -218,29 +136,46 @@ impl PrefixIndex {
         collisions: &mut u64,
         hits: &mut Vec<BlockId>,
     ) {
-        // What is likely found, a few blocks ahead; its bucket is asked for twice as far ahead.
-        let mut candidates = [BlockId::HOLE; AHEAD];
-        for (to, digest) in candidates.iter_mut().zip(&prompt.hashes) {
-            *to = self.prefetch_candidate(digest, blocks);
-        }
-        let parts = prompt.ids.chunks_exact(blocks.block_size());
-        for (i, (tokens, digest)) in parts.zip(&prompt.hashes).enumerate().take(most) {
-            let wanted = Content { digest, parent, tokens, extra: prompt.extra(i) };
-            let likely = candidates[i % AHEAD];
-            let found = match likely != BlockId::HOLE && holds(likely, &wanted, blocks) {
-                true => Some(likely),
-                false => self.find(wanted, blocks, collisions),
+        let most = most.min(prompt.hashes.len());
+        hits.resize(most, BlockId::HOLE);
+        let (records, ids, size) = blocks.all();
+        let (mut likely, mut num_hits) = (BlockId::HOLE, 0);
+        let no_twins = self.twins.is_empty();
+        let has_extras = !prompt.extras.is_empty();
+        for (i, (tokens, hit)) in prompt.ids.chunks_exact(size).zip(&mut *hits).enumerate() {
+            let extra = if has_extras { prompt.extra(i) } else { None };
+            let is_hit = |record: &Record| {
+                let start = likely.index() * size;
+                let own = ids.get(start..start + size);
+                record.parent() == parent.as_parent(extra)
+                    && own.is_some_and(|own| are_same(own, tokens))
+                    && record.content() != UNPUBLISHED
+                    && (no_twins || self.is_single(record.content()))
+                    && (extra.is_none() || blocks.extras.get(&likely) == extra)
             };
-            let Some(block) = found else { return };
-            parent = ContentId(blocks[block].content());
-            hits.push(block);
-            if let Some(far) = prompt.hashes.get(i + 2 * AHEAD) {
-                self.prefetch(fragment(far));
+            if !records.get(likely.index()).is_some_and(is_hit) {
+                let wanted = Content { digest: &prompt.hashes[i], parent, tokens, extra };
+                let Some(block) = self.find(wanted, blocks, collisions) else { break };
+                likely = block;
             }
-            if let Some(ahead) = prompt.hashes.get(i + AHEAD) {
-                candidates[i % AHEAD] = self.prefetch_candidate(ahead, blocks);
-            }
+            *hit = likely;
+            num_hits += 1;
+            let record = &records[likely.index()];
+            parent = ContentId(record.content());
+            // Ids of neighbours mostly follow one another, in one direction or the other.
+            let step = record.prev.wrapping_sub(likely.0);
+            let ahead = likely.0.wrapping_add(step.wrapping_mul(AHEAD as u32)) as usize;
+            prefetch(records, ahead);
+            prefetch(ids, ahead * size);
+            likely = BlockId(record.prev);
         }
+        hits.truncate(num_hits);
+    }
+
+    /// Whether a content has a single block.
+    #[inline(never)]
+    fn is_single(&self, content: u64) -> bool {
+        !self.twins.contains_key(&ContentId(content))
     }
 
     /// Publish a full block whose tokens stand beside it; returns its content. O(1) expected.
@@ -260,7 +195,7 @@ impl PrefixIndex {
                 content
             }
             None => {
-                self.insert(fragment(digest), block);
+                self.buckets.insert(fragment(digest), block);
                 self.next_content += 1;
                 ContentId(self.next_content - 1)
             }
@@ -283,7 +218,7 @@ impl PrefixIndex {
             blocks.extras.remove(&block);
         }
         if self.twins.is_empty() {
-            self.remove(fragment, block);
+            self.buckets.remove(fragment, block);
             return;
         }
         let oldest = match self.twins.get_mut(&content) {
@@ -298,9 +233,9 @@ impl PrefixIndex {
                 }
             },
         };
-        self.remove(fragment, block);
+        self.buckets.remove(fragment, block);
         if let Some(oldest) = oldest {
-            self.insert(fragment, oldest);
+            self.buckets.insert(fragment, oldest);
             self.forget_empty(content);
         }
     }
@@ -324,86 +259,28 @@ impl PrefixIndex {
 
     /// Entries of the table and twins, for checks.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let buckets = (0..self.num_buckets).map(|at| self.bucket(at));
-        let entries = buckets.flat_map(|bucket| bucket.tags.iter().zip(bucket.blocks));
-        let named = entries.filter(|&(&tag, _)| tag != EMPTY).map(|(_, block)| BlockId(block));
-        named.chain(self.twins.values().flatten().copied())
+        self.buckets.iter().chain(self.twins.values().flatten().copied())
     }
 
     /// Content ids that the table names, for checks.
     pub fn num_entries(&self) -> usize {
-        self.num_entries
-    }
-
-    /// The first bucket of a fragment: 32 bits of it, scaled to their number.
-    #[inline]
-    fn home(&self, fragment: u64) -> usize {
-        (((fragment & 0xffff_ffff) * self.num_buckets as u64) >> 32) as usize
-    }
-
-    #[inline]
-    fn after(&self, at: usize) -> usize {
-        if at + 1 == self.num_buckets {
-            0
-        } else {
-            at + 1
-        }
-    }
-
-    #[inline]
-    fn bucket(&self, at: usize) -> &Bucket {
-        bytemuck::cast_ref(&self.words.as_chunks::<WORDS>().0[at])
-    }
-
-    #[inline]
-    fn bucket_mut(&mut self, at: usize) -> &mut Bucket {
-        bytemuck::cast_mut(&mut self.words.as_chunks_mut::<WORDS>().0[at])
-    }
-
-    /// Enter a block in the first bucket that has a place.
-    #[inline]
-    fn insert(&mut self, fragment: u64, block: BlockId) {
-        self.num_entries += 1;
-        let mut at = self.home(fragment);
-        for _ in 0..self.num_buckets {
-            let bucket = self.bucket_mut(at);
-            let empty = bucket.places(EMPTY).trailing_zeros() as usize;
-            if empty < PLACES {
-                (bucket.tags[empty], bucket.blocks[empty]) = (tag(fragment), block.0);
-                return;
-            }
-            bucket.went_on += 1;
-            at = self.after(at);
-        }
-    }
-
-    /// Empty the place of a block that the table names.
-    #[inline]
-    fn remove(&mut self, fragment: u64, block: BlockId) {
-        self.num_entries -= 1;
-        let mut at = self.home(fragment);
-        for _ in 0..self.num_buckets {
-            let bucket = self.bucket_mut(at);
-            if let Some(place) = bucket.place_of(tag(fragment), block) {
-                bucket.tags[place] = EMPTY;
-                return;
-            }
-            bucket.went_on -= 1;
-            at = self.after(at);
-        }
+        self.buckets.len()
     }
 }
 
-/// Whether a published block holds the content that is wanted.
-#[inline]
-fn holds(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
-    blocks[block].parent() == wanted.parent.as_parent(wanted.extra) && same_part(block, wanted, blocks)
+/// Whether a published block holds the content that is wanted; counts a collision. Apart from its callers, which rarely
+/// have something to compare.
+#[inline(never)]
+fn compare(block: BlockId, wanted: &Content, blocks: &Blocks, collisions: &mut u64) -> bool {
+    let is_hit =
+        blocks[block].parent() == wanted.parent.as_parent(wanted.extra) && same_part(block, wanted, blocks);
+    *collisions += u64::from(!is_hit && collides(block, wanted, blocks));
+    is_hit
 }
 
 /// Whether tokens and keys of one block are equal, whatever came before it.
-#[inline]
 fn same_part(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
-    blocks.holds_tokens(block, wanted.tokens)
+    are_same(blocks.tokens(block), wanted.tokens)
         && (wanted.extra.is_none() || blocks.extras.get(&block) == wanted.extra)
 }
 
@@ -412,51 +289,4 @@ fn same_part(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
 #[cold]
 fn collides(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
     blocks.digest(block) == *wanted.digest && !same_part(block, wanted, blocks)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Buckets overflow, round the end of the table too, where nearly all digests choose the last ones.
-    #[test]
-    fn full_buckets_lose_nothing() {
-        const NUM_BLOCKS: u32 = 64;
-        let mut blocks = Blocks::new(NUM_BLOCKS as usize, 1, false).unwrap();
-        let mut index = PrefixIndex::new(NUM_BLOCKS as usize).unwrap();
-        let parent = ContentId::root(0);
-        let digest = |block: u32| {
-            let chooses = [u32::MAX, u32::MAX - 1, 0][block as usize % 3];
-            Digest {
-                low: u128::from(chooses) | u128::from(block % 5) << 32 | u128::from(block) << 64,
-                high: 0,
-            }
-        };
-        let mut published = [false; NUM_BLOCKS as usize];
-        let mut most_went_on = 0;
-        for step in 0..4000u32 {
-            // Mostly full, then mostly empty, and so on.
-            let block = step.wrapping_mul(2_654_435_761) >> 26;
-            let publish = step / 500 % 2 == 0 || step % 5 == 0;
-            if publish && !published[block as usize] {
-                blocks.write_tokens(BlockId(block), 0, &[block]);
-                index.publish(BlockId(block), &digest(block), parent, None, &mut blocks);
-                assert!(index.twins.is_empty());
-            } else if !publish && published[block as usize] {
-                index.withdraw(BlockId(block), &mut blocks);
-            }
-            published[block as usize] = publish;
-            for block in 0..NUM_BLOCKS {
-                let (digest, tokens) = (digest(block), [block]);
-                let wanted = Content { digest: &digest, parent, tokens: &tokens, extra: None };
-                let found = published[block as usize].then_some(BlockId(block));
-                assert_eq!(index.find(wanted, &blocks, &mut 0), found);
-            }
-            let went_on: u32 = (0..index.num_buckets).map(|at| index.bucket(at).went_on).sum();
-            assert_eq!(index.num_entries(), published.iter().filter(|&&published| published).count());
-            assert!(index.num_entries() > 0 || went_on == 0);
-            most_went_on = most_went_on.max(went_on);
-        }
-        assert!(most_went_on > 20);
-    }
 }

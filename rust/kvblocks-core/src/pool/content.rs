@@ -94,7 +94,7 @@ impl Pool {
         index.withdraw(block, &mut self.blocks);
         let (refs, namespace) = (self.blocks.refs(block), self.blocks[block].namespace);
         if refs == 0 {
-            self.list.unlink(block, &mut self.blocks);
+            self.list.unlink(block, block, 1, &mut self.blocks);
             self.num_cached -= 1;
             self.namespaces.usage(namespace).cached_blocks -= 1;
             self.list.push_unpublished(block, &mut self.blocks);
