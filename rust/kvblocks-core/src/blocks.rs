@@ -16,13 +16,14 @@ use crate::ids::BlockId;
 use crate::prefetch::prefetch;
 use crate::words::Words;
 
-/// Facts of one block. Words of 4 bytes only, so that the record has no padding.
+/// Facts of one block, without padding.
 #[derive(Clone, Copy, Zeroable)]
 #[repr(C)]
 pub(crate) struct Record {
-    digest: [u32; 4],
-    content: [u32; 2],
-    parent: [u32; 2],
+    /// The first 16 bytes of the digest, little-endian.
+    digest: [u64; 2],
+    content: u64,
+    parent: u64,
     /// Neighbours in the queue, while it is in there. A table is released tail first, so `prev` likely is the block that
     /// follows in a prompt. It stays when a block leaves the queue, and is set when the next one is published: a hint,
     /// and perhaps no block at all.
@@ -34,46 +35,46 @@ pub(crate) struct Record {
     pub namespace: u32,
 }
 
+const _: () = assert!(size_of::<Record>() == 48);
+
+/// The content of a block that is not published.
+const UNPUBLISHED: u64 = 0;
+
 impl Record {
+    /// The number of its content, see `prefix`; above 0 if it is published.
     #[inline]
     pub fn content(&self) -> u64 {
-        join(self.content)
+        self.content
     }
 
     #[inline]
-    pub fn set_content(&mut self, content: u64) {
-        self.content = split(content);
+    pub fn is_published(&self) -> bool {
+        self.content != UNPUBLISHED
     }
 
+    /// The number of the content before it, and whether it has extra keys: see `prefix`.
     #[inline]
     pub fn parent(&self) -> u64 {
-        join(self.parent)
+        self.parent
     }
 
     /// Note what a block is published as.
     #[inline]
     pub fn publish(&mut self, digest: &Digest, content: u64, parent: u64) {
-        let ([a, b], [c, d]) = (split(digest.low as u64), split((digest.low >> 64) as u64));
-        self.digest = [a, b, c, d];
-        self.content = split(content);
-        self.parent = split(parent);
+        self.digest = [digest.low as u64, (digest.low >> 64) as u64];
+        (self.content, self.parent) = (content, parent);
+    }
+
+    #[inline]
+    pub fn unpublish(&mut self) {
+        self.content = UNPUBLISHED;
     }
 
     /// The first 64 bits of the digest.
     #[inline]
     pub fn fragment(&self) -> u64 {
-        join([self.digest[0], self.digest[1]])
+        self.digest[0]
     }
-}
-
-#[inline]
-fn join(words: [u32; 2]) -> u64 {
-    u64::from(words[1]) << 32 | u64::from(words[0])
-}
-
-#[inline]
-fn split(value: u64) -> [u32; 2] {
-    [value as u32, (value >> 32) as u32]
 }
 
 /// The records and tokens of all blocks.
@@ -152,9 +153,17 @@ impl Blocks {
     }
 
     pub fn digest(&self, block: BlockId) -> Digest {
-        let words = self[block].digest;
-        let low = u128::from(join([words[2], words[3]])) << 64 | u128::from(join([words[0], words[1]]));
+        let [first, second] = self[block].digest;
+        let low = u128::from(second) << 64 | u128::from(first);
         Digest { low, high: self.digest_high.get(block.index()).copied().unwrap_or(0) }
+    }
+
+    /// Note that `next` follows a block that has owners, or a hole, in a prompt.
+    #[inline]
+    pub fn suggest_next(&mut self, block: BlockId, next: BlockId) {
+        if let Some(record) = self.records.get_mut(block.index()) {
+            record.prev = next.0;
+        }
     }
 
     /// Note the second half of a digest, where the algorithm has one.

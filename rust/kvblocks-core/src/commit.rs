@@ -8,7 +8,6 @@ use crate::hash::Digest;
 use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{settle, Counts, Manager};
 use crate::pool::Pool;
-use crate::prefetch::AHEAD;
 use crate::prefix;
 use crate::sequence::{InFlight, Sequence};
 use crate::sequences::SEQS_AHEAD;
@@ -389,36 +388,15 @@ impl Sequence {
 
     /// Publish up to column `full`; `digest` is that of the next block, if it is at hand.
     fn publish_until(&mut self, full: usize, digest: Option<&Digest>, pool: &mut Pool) {
-        let size = pool.block_size.get();
-        pool.namespaces.add_refs(self.namespace, full - self.num_published);
-        for column in self.num_published..full.min(self.num_published + AHEAD) {
-            self.prefetch_publish(column, pool);
-        }
-        for column in self.num_published..full {
-            self.prefetch_publish(column + AHEAD, pool);
-            let in_prompt = (column + 1) * size <= self.prompt_len();
-            let digest = if in_prompt { self.prompt.hashes.get(column) } else { digest };
-            let block = self.blocks[column];
-            let Some(link) = pool.publish(block, &self.tip, digest, self.prompt.extra(column)) else {
-                return;
-            };
-            self.tip = link;
-            self.num_published = column + 1;
-            if let Some(&before) = self.blocks[..column].last().filter(|&&before| before != BlockId::HOLE) {
-                pool.blocks[before].prev = block.0;
-            }
-        }
-    }
-
-    /// Ask for what publishing the block in a column of the prompt reads and writes, if there is such a column.
-    #[inline]
-    fn prefetch_publish(&self, column: usize, pool: &Pool) {
-        if let (Some(digest), Some(index)) = (self.prompt.hashes.get(column), &pool.index) {
-            index.prefetch(prefix::fragment(digest));
-        }
-        if let Some(&block) = self.blocks.get(column) {
-            pool.blocks.prefetch(block);
-        }
+        let from = self.num_published;
+        pool.namespaces.add_refs(self.namespace, full - from);
+        let in_prompt = pool.block_size.column(self.prompt_len()).min(full);
+        let known = match from < in_prompt {
+            true => &self.prompt.hashes[from..in_prompt],
+            false => digest.map_or(&[][..], std::slice::from_ref),
+        };
+        self.tip = pool.publish_many(&self.blocks[..full], from, known, self.tip, &self.prompt);
+        self.num_published = full;
     }
 
     /// Merge the published blocks that were filled since there were `before` computed tokens.

@@ -16,7 +16,7 @@ use crate::free_list::{FreeList, Reuse};
 use crate::hash::{Algorithm, BlockHasher};
 use crate::ids::BlockId;
 use crate::namespaces::Namespaces;
-use crate::prefix::{self, PrefixIndex};
+use crate::prefix::PrefixIndex;
 
 /// Blocks to release together.
 const CHUNK: usize = 32;
@@ -123,7 +123,7 @@ impl Pool {
 
     #[inline]
     pub fn is_published(&self, block: BlockId) -> bool {
-        prefix::is_published(&self.blocks, block)
+        self.blocks[block].is_published()
     }
 
     /// Whether one owner alone may write into the block as it is.

@@ -30,8 +30,6 @@ pub(crate) struct ContentId(pub u64);
 const ROOT: u64 = 1 << 62;
 /// Set in a record's parent if the block has extra keys.
 const HAS_EXTRA: u64 = 1 << 63;
-/// The content of a block that is not published.
-const UNPUBLISHED: u64 = 0;
 
 impl ContentId {
     /// The empty prefix of the namespace with this index: parent of its first blocks.
@@ -96,10 +94,6 @@ pub(crate) fn fragment(digest: &Digest) -> u64 {
     digest.low as u64
 }
 
-pub(crate) fn is_published(blocks: &Blocks, block: BlockId) -> bool {
-    blocks[block].content() != UNPUBLISHED
-}
-
 /// Digest and content of a published block.
 pub(crate) fn link(blocks: &Blocks, block: BlockId) -> Link {
     Link { digest: blocks.digest(block), content: ContentId(blocks[block].content()) }
@@ -149,7 +143,7 @@ impl PrefixIndex {
                 let own = ids.get(start..start + size);
                 record.parent() == parent.as_parent(extra)
                     && own.is_some_and(|own| are_same(own, tokens))
-                    && record.content() != UNPUBLISHED
+                    && record.is_published()
                     && (no_twins || self.is_single(record.content()))
                     && (extra.is_none() || blocks.extras.get(&likely) == extra)
             };
@@ -179,6 +173,7 @@ impl PrefixIndex {
     }
 
     /// Publish a full block whose tokens stand beside it; returns its content. O(1) expected.
+    #[inline]
     pub fn publish(
         &mut self,
         block: BlockId,
@@ -187,8 +182,11 @@ impl PrefixIndex {
         extra: Option<&Arc<[u8]>>,
         blocks: &mut Blocks,
     ) -> ContentId {
-        let wanted = Content { digest, parent, tokens: blocks.tokens(block), extra };
-        let content = match self.find(wanted, blocks, &mut 0) {
+        let older = self.buckets.find(fragment(digest), |older| {
+            let wanted = Content { digest, parent, tokens: blocks.tokens(block), extra };
+            compare(older, &wanted, blocks, &mut 0)
+        });
+        let content = match older {
             Some(older) => {
                 let content = ContentId(blocks[older].content());
                 self.twins.entry(content).or_default().push(block);
@@ -209,18 +207,24 @@ impl PrefixIndex {
     }
 
     /// Make a published block unfindable; its oldest twin, if any, takes its place. O(1) expected, and O(twins).
+    #[inline]
     pub fn withdraw(&mut self, block: BlockId, blocks: &mut Blocks) {
         let record = &mut blocks[block];
         let fragment = record.fragment();
         let content = ContentId(record.content());
-        record.set_content(UNPUBLISHED);
+        record.unpublish();
         if record.parent() & HAS_EXTRA != 0 {
             blocks.extras.remove(&block);
         }
         if self.twins.is_empty() {
             self.buckets.remove(fragment, block);
-            return;
+        } else {
+            self.withdraw_among_twins(block, fragment, content);
         }
+    }
+
+    #[inline(never)]
+    fn withdraw_among_twins(&mut self, block: BlockId, fragment: u64, content: ContentId) {
         let oldest = match self.twins.get_mut(&content) {
             None => None,
             // It is the one that the table names, unless it is among the twins.

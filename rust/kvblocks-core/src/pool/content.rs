@@ -7,7 +7,8 @@ use std::sync::Arc;
 use super::Pool;
 use crate::hash::Digest;
 use crate::ids::BlockId;
-use crate::prefix::{ContentId, Link};
+use crate::prefetch::AHEAD;
+use crate::prefix::{self, ContentId, Link};
 use crate::prompt::Tokens;
 
 impl Pool {
@@ -69,6 +70,9 @@ impl Pool {
         let mut raised = 0;
         while !ids.is_empty() {
             let (block, offset) = (table[size.column(at)], size.offset(at));
+            if let Some(&ahead) = table.get(size.column(at) + AHEAD) {
+                self.blocks.prefetch(ahead);
+            }
             let (now, later) = ids.split_at(ids.len().min(size.get() - offset));
             self.blocks.write_tokens(block, offset, now);
             raised += self.raise_uncounted(block, offset + now.len());
@@ -118,23 +122,34 @@ impl Pool {
         self.hasher.block(parent.digest, self.blocks.tokens(block), extra)
     }
 
-    /// Publish a full live block after `parent`; `digest` where it is known already. Returns its chain value. The caller
-    /// counts it in its namespace. O(block_size).
-    #[inline]
-    pub fn publish(
+    /// Publish the full live blocks at the end of a table, from column `from` on, the first of them after `tip`; `known`
+    /// are digests of the first ones, `prompt` has extra keys. Returns the last one's chain value. The caller counts them
+    /// in their namespace. O(tokens).
+    pub fn publish_many(
         &mut self,
-        block: BlockId,
-        parent: &Link,
-        digest: Option<&Digest>,
-        extra: Option<&Arc<[u8]>>,
-    ) -> Option<Link> {
-        let digest = match digest {
-            Some(digest) => *digest,
-            None => self.digest(block, parent, extra),
-        };
-        let index = self.index.as_mut()?;
-        let content = index.publish(block, &digest, parent.content, extra, &mut self.blocks);
-        Some(Link { digest, content })
+        table: &[BlockId],
+        from: usize,
+        known: &[Digest],
+        mut tip: Link,
+        prompt: &Tokens,
+    ) -> Link {
+        let Self { index: Some(index), blocks, hasher, .. } = self else { return tip };
+        known.iter().take(AHEAD).for_each(|digest| index.prefetch(prefix::fragment(digest)));
+        let mut before = table[..from].last().copied().unwrap_or(BlockId::HOLE);
+        for (i, &block) in table[from..].iter().enumerate() {
+            if let Some(ahead) = known.get(i + AHEAD) {
+                index.prefetch(prefix::fragment(ahead));
+            }
+            let extra = prompt.extra(from + i);
+            let digest = known.get(i).copied().unwrap_or_else(|| {
+                hasher.block(tip.digest, blocks.tokens(block), extra.map_or(&[], |extra| &extra[..]))
+            });
+            let content = index.publish(block, &digest, tip.content, extra, blocks);
+            tip = Link { digest, content };
+            blocks.suggest_next(before, block);
+            before = block;
+        }
+        tip
     }
 
     /// The oldest block with the content of a published one, if that is another. O(1) expected, and O(twins).

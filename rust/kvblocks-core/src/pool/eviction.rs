@@ -4,18 +4,9 @@
 //! counted together.
 
 use super::Pool;
+use crate::blocks::Blocks;
 use crate::ids::BlockId;
 use crate::prefetch::AHEAD;
-use crate::prefix;
-
-/// A run of evictions of blocks of one namespace, counted together.
-#[derive(Default)]
-struct Evictions {
-    namespace: u32,
-    count: usize,
-    /// A block further on in the queue, to look at ahead of its eviction.
-    ahead: Option<BlockId>,
-}
 
 impl Pool {
     /// Hand out a block with one reference and no content: a free one, else the least recently used cached one. O(1).
@@ -39,10 +30,9 @@ impl Pool {
 
     #[inline(never)]
     fn evict(&mut self) -> Option<BlockId> {
-        let mut evictions = Evictions::default();
-        let block = self.pop_queued(&mut evictions);
-        self.count_evictions(&evictions);
-        block
+        let mut taken = None;
+        self.evict_each(1, |_, block| taken = Some(block));
+        taken
     }
 
     /// Count blocks that have been taken for a namespace.
@@ -79,56 +69,58 @@ impl Pool {
 
     #[inline(never)]
     fn evict_many(&mut self, count: usize, namespace: u32, table: &mut Vec<BlockId>) {
-        let mut evictions = Evictions { ahead: self.list.front(), ..Evictions::default() };
-        for _ in 0..AHEAD.min(count) {
-            self.look_ahead(&mut evictions);
+        self.evict_each(count, |blocks, block| {
+            blocks.begin(block, namespace);
+            table.push(block);
+        });
+    }
+
+    /// Take `count` blocks from the front of the queue, evict what they hold, and give each to `give`. What a block further
+    /// on leads to is asked for ahead of its eviction.
+    #[inline(always)]
+    fn evict_each(&mut self, count: usize, mut give: impl FnMut(&mut Blocks, BlockId)) {
+        let mut ahead = self.list.front();
+        for _ in 0..AHEAD.min(count - 1) {
+            ahead = self.look_ahead(ahead);
         }
+        let (mut num_evicted, mut namespace) = (0, 0);
         for _ in 0..count {
-            if let Some(block) = self.pop_queued(&mut evictions) {
-                self.blocks.begin(block, namespace);
-                table.push(block);
-            }
-        }
-        self.count_evictions(&evictions);
-    }
-
-    /// Take the front of the queue, evicting its content.
-    #[inline]
-    fn pop_queued(&mut self, evictions: &mut Evictions) -> Option<BlockId> {
-        self.look_ahead(evictions);
-        let block = self.list.pop_front(&mut self.blocks)?;
-        match &mut self.index {
-            Some(index) if prefix::is_published(&self.blocks, block) => {
-                let namespace = self.blocks[block].namespace;
-                index.withdraw(block, &mut self.blocks);
-                if namespace != evictions.namespace {
-                    self.count_evictions(evictions);
-                    (evictions.namespace, evictions.count) = (namespace, 0);
+            ahead = self.look_ahead(ahead);
+            let Some(block) = self.list.pop_front(&mut self.blocks) else { break };
+            let owner = self.blocks[block].namespace;
+            match &mut self.index {
+                Some(index) if self.blocks[block].is_published() => {
+                    index.withdraw(block, &mut self.blocks);
+                    if owner != namespace {
+                        self.count_evicted(num_evicted, namespace);
+                        (num_evicted, namespace) = (0, owner);
+                    }
+                    num_evicted += 1;
                 }
-                evictions.count += 1;
+                _ => self.list.note_taken(block),
             }
-            _ => self.list.note_taken(block),
+            give(&mut self.blocks, block);
         }
-        Some(block)
+        self.count_evicted(num_evicted, namespace);
     }
 
-    /// Ask for the index entry of a block further on in the queue, whose record is read on the way.
-    #[inline]
-    fn look_ahead(&self, evictions: &mut Evictions) {
-        if let (Some(block), Some(index)) = (evictions.ahead, &self.index) {
-            index.prefetch(self.blocks[block].fragment());
-            evictions.ahead = self.list.after(block, &self.blocks);
-        }
+    /// Ask for the index entry of a block in the queue, whose record is read on the way; returns the block behind it.
+    #[inline(always)]
+    fn look_ahead(&self, ahead: Option<BlockId>) -> Option<BlockId> {
+        let (block, index) = (ahead?, self.index.as_ref()?);
+        index.prefetch(self.blocks[block].fragment());
+        self.list.after(block, &self.blocks)
     }
 
-    fn count_evictions(&mut self, evictions: &Evictions) {
-        if evictions.count > 0 {
-            self.evictions += evictions.count as u64;
-            self.num_cached -= evictions.count as u32;
-            let usage = self.namespaces.usage(evictions.namespace);
-            usage.cached_blocks -= evictions.count;
-            usage.evicted_blocks += evictions.count as u64;
-            self.namespaces.drop_refs(evictions.namespace, evictions.count);
+    /// Count blocks of a namespace that have been evicted, neighbours together.
+    fn count_evicted(&mut self, count: usize, namespace: u32) {
+        if count > 0 {
+            self.evictions += count as u64;
+            self.num_cached -= count as u32;
+            let usage = self.namespaces.usage(namespace);
+            usage.cached_blocks -= count;
+            usage.evicted_blocks += count as u64;
+            self.namespaces.drop_refs(namespace, count);
         }
     }
 
