@@ -107,7 +107,8 @@ impl Manager {
             seq.tip = prefix::link(&self.pool.blocks, last);
         }
         seq.retract(self.size.column(cached), &self.pool);
-        (seq.max_tokens, seq.max_resident) = (options.max_tokens, options.max_resident_blocks);
+        seq.max_tokens = options.max_tokens;
+        seq.max_resident = options.max_resident_blocks.map(|most| most.min(u32::MAX as usize) as u32);
         let (key, seq) = match prompt.resumes {
             Some(key) => {
                 self.seqs[key].replace(seq);
@@ -191,7 +192,9 @@ impl Manager {
         // What was declared before a preemption holds on.
         let resumed = prompt.resumes.map(|key| &self.seqs[key]);
         let declared = options.max_tokens.or(resumed.and_then(|seq| seq.max_tokens)).unwrap_or(0);
-        let resident = options.max_resident_blocks.or(resumed.and_then(|seq| seq.max_resident));
+        let resident = options
+            .max_resident_blocks
+            .or(resumed.and_then(|seq| seq.max_resident).map(|most| most as usize));
         let resident = resident.unwrap_or(usize::MAX);
         let whole = self.size.blocks(prompt.len().max(declared));
         let need_blocks = self.size.blocks(reserve).max(whole.min(resident));

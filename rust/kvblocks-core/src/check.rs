@@ -80,8 +80,9 @@ impl Manager {
             });
         }
         let (column, offset) = (seq.num_scheduled() / size, seq.num_scheduled() % size);
-        if seq.room > 0 {
-            report.equal(&format!("{name}: room"), seq.room as usize, size - offset);
+        if seq.room() > 0 {
+            report.equal(&format!("{name}: room"), seq.room() as usize, size - offset);
+            report.expect(seq.scheduled >= seq.prompted, || format!("{name}: room for the prompt"));
             report.equal(&format!("{name}: tail"), seq.tail, seq.blocks[column]);
             let writable = offset == 0 || self.pool.is_private(seq.blocks[column]);
             report.expect(writable, || format!("{name}: room in {:?}, which others own", seq.blocks[column]));

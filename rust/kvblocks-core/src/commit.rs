@@ -7,9 +7,10 @@ use crate::error::{Error, Result};
 use crate::hash::Digest;
 use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{settle, Counts, Manager};
+use crate::pipeline::InFlight;
 use crate::pool::Pool;
 use crate::prefix;
-use crate::sequence::{InFlight, Sequence};
+use crate::sequence::Sequence;
 use crate::sequences::SEQS_AHEAD;
 
 /// Scratch of a commit: what becomes of its rows.
@@ -143,12 +144,14 @@ impl Manager {
         if self.merge {
             return 0;
         }
-        let (batch, size, seqs) = (self.batch, self.size, &mut self.seqs);
+        let (batch, size, mut seqs) = (self.batch, self.size, self.seqs.places());
         let CommitRows { slots, filled, num_filled, others, .. } = &mut self.commit;
         let (filled_before, end) = (*num_filled, handles.len() - others.len());
         let mut at = row;
         for slot in &mut slots[row - others.len()..end] {
-            seqs.prefetch(handles.get(at + SEQS_AHEAD));
+            if let Some(&handle) = handles.get(at + SEQS_AHEAD) {
+                seqs.prefetch(handle);
+            }
             let Some(seq) = seqs.get_mut(handles[at]) else { break };
             let Some(step) = seq.in_flight.oldest() else { break };
             let is_plain = seq.seen != batch
@@ -170,7 +173,7 @@ impl Manager {
             at += 1;
         }
         for &row in &filled[filled_before..*num_filled] {
-            seqs[handles[row]].prefetch_tip();
+            self.seqs[handles[row]].prefetch_tip();
         }
         at - row
     }
@@ -321,7 +324,7 @@ fn accept(seq: &mut Sequence, pool: &mut Pool, count: usize, ids: &[u32]) {
     seq.computed = end as u32;
 }
 
-/// Return to `scheduled` tokens and to the reservation before `step`.
+/// Return to `scheduled` tokens and to the reservation before `step`, the newest one.
 fn roll_back(seq: &mut Sequence, pool: &mut Pool, scheduled: usize, step: InFlight) {
     let size = pool.block_size;
     let full = size.column(scheduled);
@@ -331,10 +334,10 @@ fn roll_back(seq: &mut Sequence, pool: &mut Pool, scheduled: usize, step: InFlig
         pool.lower_fill(seq.blocks[column], size.within(seq.num_computed(), column));
     }
     seq.retract(full, pool);
-    seq.scheduled = scheduled as u32;
-    seq.reserved = step.reserved_before.max(seq.scheduled).min(seq.reserved);
+    let reserved_before = seq.num_scheduled() - step.num_new as usize + step.ahead_before as usize;
+    seq.move_to(scheduled, reserved_before.max(scheduled).min(seq.num_reserved()));
     seq.shrink(size.blocks(seq.num_reserved()), pool);
-    seq.room = 0;
+    seq.lose_room();
     let tail = seq.blocks.get(size.column(scheduled));
     if tail.is_some_and(|&tail| tail != BlockId::HOLE && pool.is_private(tail)) {
         seq.aim(size);
@@ -415,10 +418,7 @@ impl Sequence {
         pool.share(older);
         pool.namespaces.touch(self.namespace);
         self.blocks[column] = older;
-        let room = self.room;
-        self.touch(column);
-        // The next slot lies beyond the merged block.
-        self.room = room;
+        self.touch_below_tail(column);
         if pool.refs(block) == 1 {
             pool.withdraw(block);
         }

@@ -163,15 +163,15 @@ impl Sequence {
             Spare::Free => self.shrink(kept, pool),
             Spare::Keep => self.drop_owned_elsewhere(kept, pool),
         };
-        self.room = 0;
+        self.lose_room();
         let reserved = match spare {
             Spare::Free => length,
             Spare::Keep => self.blocks.len() * size.get(),
         };
         self.prompted = self.prompted.min(length as u32);
         self.computed = self.computed.min(length as u32);
-        self.scheduled = self.scheduled.min(length as u32);
-        self.reserved = self.num_reserved().min(reserved) as u32;
+        let reserved = self.num_reserved().min(reserved);
+        self.move_to(self.num_scheduled().min(length), reserved);
         if let Some(&tail) = self.blocks.get(size.column(self.num_computed())) {
             if tail != BlockId::HOLE && pool.is_private(tail) {
                 pool.lower_fill(tail, size.offset(self.num_computed()));

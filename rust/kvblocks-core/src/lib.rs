@@ -37,6 +37,7 @@ mod keys;
 mod lifetime;
 mod manager;
 mod namespaces;
+mod pipeline;
 mod pool;
 mod prefetch;
 mod prefix;

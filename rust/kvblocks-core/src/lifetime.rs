@@ -159,7 +159,7 @@ impl Manager {
         let mut blocks = self.spare_tables.pop().unwrap_or_default();
         let parent = &mut self.seqs[handle];
         // Its tail may be shared from now on.
-        parent.room = 0;
+        parent.lose_room();
         let computed = parent.num_computed();
         let len = self.size.blocks(computed);
         blocks.reserve(len + len / 4 + 16);

@@ -1,5 +1,5 @@
-//! One sequence: its cursors, its block table, its steps in flight. Imports `block_size`, `ids`, `pool`, `prefetch`, `prefix`,
-//! `prompt`.
+//! One sequence: its cursors, its block table, its steps in flight. Imports `block_size`, `ids`, `pipeline`, `pool`,
+//! `prefetch`, `prefix`, `prompt`.
 //!
 //! Invariants (all in tokens): `num_computed <= num_scheduled <= num_reserved`, and the table holds exactly
 //! `ceil(num_reserved / block_size)` columns; holes among them stand for blocks that `drop_range` took out. Ids of
@@ -14,7 +14,8 @@ use bytemuck::TransparentWrapper;
 
 use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
-use crate::ids::BlockId;
+use crate::ids::{BlockId, SeqHandle};
+use crate::pipeline::{InFlight, Pipeline};
 use crate::pool::Pool;
 use crate::prefetch::prefetch;
 use crate::prefix::{self, ContentId, Link};
@@ -35,88 +36,6 @@ pub struct Cursors {
     pub num_blocks: usize,
     /// It holds no blocks and waits to be resumed.
     pub is_preempted: bool,
-}
-
-/// A step that was scheduled and not yet committed.
-#[derive(Clone, Copy)]
-pub(crate) struct InFlight {
-    pub num_new: u32,
-    /// `num_reserved` before the step, to which a rejection returns.
-    pub reserved_before: u32,
-    /// Where its only token goes; a hole for a step of several tokens, or one whose table has changed since.
-    pub block: BlockId,
-}
-
-/// Steps that a sequence may have in flight: a bound, so that scheduling never allocates.
-pub(crate) const MAX_IN_FLIGHT: usize = 8;
-
-/// The steps in flight of a sequence, oldest first. Nearly always there is one, so the others move up.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct Pipeline {
-    len: u32,
-    steps: [InFlight; MAX_IN_FLIGHT],
-}
-
-impl Pipeline {
-    fn new() -> Self {
-        let none = InFlight { num_new: 0, reserved_before: 0, block: BlockId::HOLE };
-        Self { len: 0, steps: [none; MAX_IN_FLIGHT] }
-    }
-
-    #[inline]
-    pub fn len(&self) -> usize {
-        self.len as usize
-    }
-
-    #[inline]
-    pub fn oldest(&self) -> Option<InFlight> {
-        (self.len > 0).then_some(self.steps[0])
-    }
-
-    /// The caller has checked that there is room.
-    #[inline]
-    pub fn push(&mut self, step: InFlight) {
-        self.steps[self.len()] = step;
-        self.len += 1;
-    }
-
-    #[inline]
-    pub fn pop_oldest(&mut self) -> Option<InFlight> {
-        let step = self.oldest()?;
-        self.len -= 1;
-        if self.len > 0 {
-            self.steps.rotate_left(1);
-        }
-        Some(step)
-    }
-
-    /// Take the last `pop_oldest` back; nothing may have been scheduled since.
-    pub fn push_back_oldest(&mut self) {
-        if self.len > 0 {
-            self.steps.rotate_right(1);
-        }
-        self.len += 1;
-    }
-
-    pub fn newest(&self) -> Option<InFlight> {
-        self.iter().next_back()
-    }
-
-    pub fn pop_newest(&mut self) -> Option<InFlight> {
-        let step = self.newest()?;
-        self.len -= 1;
-        Some(step)
-    }
-
-    /// The table changes: look blocks up when they are needed.
-    fn forget_blocks(&mut self) {
-        self.steps.iter_mut().for_each(|step| step.block = BlockId::HOLE);
-    }
-
-    pub fn iter(&self) -> impl DoubleEndedIterator<Item = InFlight> + '_ {
-        self.steps[..self.len()].iter().copied()
-    }
 }
 
 /// What pool and namespace have counted for a sequence.
@@ -140,100 +59,100 @@ pub(crate) struct Owed {
 /// Block ids to compare at once.
 const CHUNK: usize = 16;
 
-/// What a plain decode row reads and writes stands in the first cache line, up to the oldest step in flight.
+/// By cache lines of 64 bytes: what a plain decode row reads and writes, up to the oldest step in flight; later steps; what
+/// a row that opens a block needs; what one that fills a block needs beside that; the rest. Five lines, so that neighbours'
+/// first ones fall into all sets of a cache.
 #[repr(C, align(64))]
 pub(crate) struct Sequence {
-    /// Of the place in the arena; odd while it is taken.
-    pub generation: u32,
-    /// Number of the batch call that saw this sequence last, to find duplicates.
-    pub seen: u32,
+    /// Its own, while its place in the arena is taken; see `Sequences`.
+    pub handle: SeqHandle,
     pub epoch: u32,
     /// Length of the block table.
     pub num_cols: u32,
+    /// Slot of position 0, were all of the sequence in a row with `tail`, where the next token goes; both right while
+    /// there is room.
+    pub slot_base: i64,
+    pub tail: BlockId,
+    /// End of the positions that lie in `tail` and may be written without asking the pool; below `scheduled`, or 0, if that
+    /// is not known, or the next token belongs to the prompt.
+    pub room_end: u32,
+    /// Number of the batch call that saw this sequence last, to find duplicates.
+    pub seen: u32,
     pub computed: u32,
     pub scheduled: u32,
-    pub reserved: u32,
+    /// Slots reserved beyond what is scheduled.
+    pub ahead: u32,
+    pub in_flight: Pipeline,
+    pub namespace: u32,
+    pub blocks: Vec<BlockId>,
+    pub share: Share,
     /// Leading tokens of `prompt` that belong to this sequence; a truncation lowers it.
     pub prompted: u32,
-    /// Where the next token goes; right while `room > 0`.
-    pub tail: BlockId,
-    /// Slots at the end of `tail`, from `num_scheduled` on, that may be written without asking the pool; 0 if that is
-    /// not known.
-    pub room: u32,
-    pub namespace: u32,
+    /// Chain value of block `num_published - 1`.
+    pub tip: Link,
+    pub num_published: usize,
+    /// Holes among `blocks`.
+    pub num_holes: u32,
     pub is_preempted: bool,
     /// Its namespace was dropped, or the parent of its next block: what it computes is not published.
     pub unlisted: bool,
-    pub in_flight: Pipeline,
-    pub blocks: Vec<BlockId>,
-    pub share: Share,
-    /// Holes among `blocks`.
-    pub num_holes: usize,
+    pub prompt: Arc<Tokens>,
     /// First column that the last change of `epoch` touched.
     pub changed_col: usize,
-    pub num_published: usize,
-    /// Chain value of block `num_published - 1`.
-    pub tip: Link,
-    pub prompt: Arc<Tokens>,
     /// Declared maximum of tokens.
     pub max_tokens: Option<usize>,
     /// Declared maximum of blocks at one time.
-    pub max_resident: Option<usize>,
+    pub max_resident: Option<u32>,
     /// Blocks merged away that steps in flight still read: (block, steps to wait for).
     pub retired: Vec<(BlockId, usize)>,
 }
 
-const _: () =
-    assert!(offset_of!(Sequence, in_flight) + offset_of!(Pipeline, steps) + size_of::<InFlight>() == 64);
+const _: () = assert!(offset_of!(Sequence, in_flight) + Pipeline::HEAD == 64);
+const _: () = assert!(offset_of!(Sequence, namespace) >= 128 && offset_of!(Sequence, tip) == 192);
+const _: () = assert!(offset_of!(Sequence, prompt) == 256 && size_of::<Sequence>() == 320);
 
 impl Sequence {
     /// Ask for what a row that needs a block reads and writes beside the first line.
+    #[inline]
     pub fn prefetch_table(&self) {
         prefetch(std::slice::from_ref(&self.blocks), 0);
-        prefetch(std::slice::from_ref(&self.num_holes), 0);
-        prefetch(std::slice::from_ref(&self.max_tokens), 0);
     }
 
     /// Ask for what publishing its next block reads and writes.
     #[inline]
     pub fn prefetch_tip(&self) {
         prefetch(std::slice::from_ref(&self.blocks), 0);
-        prefetch(std::slice::from_ref(&self.num_published), 0);
-        prefetch(std::slice::from_ref(&self.prompt), 0);
+        prefetch(std::slice::from_ref(&self.tip), 0);
     }
 
     pub fn new(prompt: Arc<Tokens>, namespace: u32) -> Self {
         Self {
-            generation: 0,
-            seen: 0,
+            handle: SeqHandle::default(),
             epoch: 0,
             num_cols: 0,
+            slot_base: 0,
+            tail: BlockId::HOLE,
+            room_end: 0,
+            seen: 0,
             computed: 0,
             scheduled: 0,
-            reserved: 0,
-            tail: BlockId::HOLE,
-            room: 0,
-            is_preempted: false,
-            unlisted: false,
+            ahead: 0,
             in_flight: Pipeline::new(),
-            prompted: prompt.ids.len() as u32,
+            namespace,
             blocks: Vec::new(),
             share: Share::default(),
-            namespace,
-            num_holes: 0,
-            changed_col: 0,
-            num_published: 0,
+            prompted: prompt.ids.len() as u32,
             tip: Link { digest: prompt.root, content: ContentId::root(namespace) },
+            num_published: 0,
+            num_holes: 0,
+            is_preempted: false,
+            unlisted: false,
             prompt,
+            changed_col: 0,
             max_tokens: None,
             max_resident: None,
             retired: Vec::new(),
         }
-    }
-
-    #[inline]
-    pub fn is_taken(&self) -> bool {
-        self.generation & 1 == 1
     }
 
     #[inline]
@@ -248,7 +167,7 @@ impl Sequence {
 
     #[inline]
     pub fn num_reserved(&self) -> usize {
-        self.reserved as usize
+        self.scheduled as usize + self.ahead as usize
     }
 
     #[inline]
@@ -263,7 +182,14 @@ impl Sequence {
 
     /// Begin with tokens that are computed already, and room for others.
     pub fn start_at(&mut self, computed: usize, reserved: usize) {
-        (self.computed, self.scheduled, self.reserved) = (computed as u32, computed as u32, reserved as u32);
+        self.computed = computed as u32;
+        self.move_to(computed, reserved);
+    }
+
+    /// Set both cursors beyond what is computed.
+    #[inline]
+    pub fn move_to(&mut self, scheduled: usize, reserved: usize) {
+        (self.scheduled, self.ahead) = (scheduled as u32, (reserved - scheduled) as u32);
     }
 
     pub fn cursors(&self) -> Cursors {
@@ -288,7 +214,7 @@ impl Sequence {
     /// Let `next` take this sequence's place, under its handle; returns the one that leaves, with its blocks and all that
     /// is counted for it.
     pub fn replace(&mut self, mut next: Self) -> Self {
-        next.generation = self.generation;
+        next.handle = self.handle;
         next.seen = self.seen;
         // Rows that show the old table are out of date.
         next.epoch = self.epoch.wrapping_add(1);
@@ -301,8 +227,15 @@ impl Sequence {
     pub fn touch(&mut self, column: usize) {
         self.epoch = self.epoch.wrapping_add(1);
         self.changed_col = column;
-        self.room = 0;
+        self.lose_room();
         self.in_flight.forget_blocks();
+    }
+
+    /// As `touch`, for a column before the block that the next token goes into.
+    pub fn touch_below_tail(&mut self, column: usize) {
+        let room_end = self.room_end;
+        self.touch(column);
+        self.room_end = room_end;
     }
 
     /// The blocks that it has a reference to: those in its table, and merged ones.
@@ -311,42 +244,108 @@ impl Sequence {
         self.blocks.iter().copied().chain(retired).filter(|&block| block != BlockId::HOLE)
     }
 
+    /// Slots from `num_scheduled` on that may be written without asking the pool.
+    #[inline]
+    pub fn room(&self) -> u32 {
+        self.room_end.saturating_sub(self.scheduled)
+    }
+
+    /// Whether so many slots and one may be written.
+    #[inline]
+    pub fn has_room_beyond(&self, lookahead: u32) -> bool {
+        self.scheduled + lookahead < self.room_end
+    }
+
+    /// Ask the pool before the next token is written.
+    #[inline]
+    pub fn lose_room(&mut self) {
+        self.room_end = 0;
+    }
+
     /// Find the slot of the next token, its block being writable.
     pub fn aim(&mut self, size: BlockSize) {
-        self.room = 0;
-        if let Some(&block) = self.blocks.get(size.column(self.num_scheduled())) {
-            self.tail = block;
-            self.room = (size.get() - size.offset(self.num_scheduled())) as u32;
+        let column = size.column(self.num_scheduled());
+        match self.blocks.get(column) {
+            _ if self.scheduled < self.prompted => self.lose_room(),
+            Some(&block) => {
+                self.room_end = ((column + 1) * size.get()) as u32;
+                self.aim_at(block, size);
+            }
+            None => self.room_end = self.scheduled,
         }
     }
 
-    /// Schedule one token, `room` being above 0, and so a step more; returns its slot.
     #[inline]
-    pub fn advance(&mut self, size: BlockSize) -> usize {
-        let step = InFlight { num_new: 1, reserved_before: self.reserved, block: self.tail };
-        self.in_flight.push(step);
-        let slot = (self.tail.index() + 1) * size.get() - self.room as usize;
-        self.scheduled += 1;
-        self.room -= 1;
-        slot
+    fn aim_at(&mut self, block: BlockId, size: BlockSize) {
+        self.tail = block;
+        self.slot_base = ((block.index() + 1) * size.get()) as i64 - i64::from(self.room_end);
     }
 
-    /// Take the last `advance` back, and the slot that was reserved with it.
+    /// Whether a row of one token needs a block and nothing else, `lookahead` being reserved already: the table is full,
+    /// and the token goes into a block that may be written, or into the new one.
+    #[inline]
+    pub fn opens_block(&self, lookahead: u32, size: BlockSize) -> bool {
+        let (column_end, is_known) = (self.num_cols as usize * size.get(), self.room_end >= self.scheduled);
+        self.num_reserved() == column_end && column_end > 0 && is_known && (lookahead == 0 || self.room() > 0)
+    }
+
+    /// Begin a block that is not known yet: `open` says which.
+    #[inline]
+    pub fn aim_at_next(&mut self, size: BlockSize) {
+        (self.tail, self.room_end) = (BlockId::HOLE, self.scheduled + size.get() as u32);
+    }
+
+    /// Whether the table has too few blocks for what is reserved: between `advance` and `open`.
+    #[inline]
+    pub fn is_short(&self, size: BlockSize) -> bool {
+        self.num_reserved() > self.num_cols as usize * size.get()
+    }
+
+    /// Add a block to the end of the table; it is where the last token goes if that began one. Returns that token's slot
+    /// then.
+    #[inline]
+    pub fn open(&mut self, block: BlockId, size: BlockSize) -> Option<i64> {
+        self.blocks.push(block);
+        self.num_cols += 1;
+        if self.tail != BlockId::HOLE {
+            return None;
+        }
+        self.aim_at(block, size);
+        self.in_flight.place_newest(block);
+        Some((block.index() * size.get()) as i64)
+    }
+
+    /// Schedule one token, there being room, and so a step more, and reserve a slot in place of its own. Returns its slot;
+    /// None if there are too many steps in flight.
+    #[inline]
+    pub fn advance(&mut self) -> Option<i64> {
+        let step = InFlight { num_new: 1, ahead_before: self.ahead, block: self.tail };
+        if !self.in_flight.push(step) {
+            return None;
+        }
+        let slot = self.slot_base + i64::from(self.scheduled);
+        self.scheduled += 1;
+        Some(slot)
+    }
+
+    /// Take the last `advance` back.
     pub fn retreat(&mut self) {
         self.in_flight.pop_newest();
         self.scheduled -= 1;
-        self.reserved -= 1;
-        self.room += 1;
+        if self.tail == BlockId::HOLE {
+            // A block was begun that is not known: there was no room before.
+            self.lose_room();
+        }
     }
 
     /// Blocks that the table names, holes not counted, and what else is counted for it.
     pub fn share_now(&self, size: BlockSize) -> Share {
-        let blocks = self.blocks.len() - self.num_holes;
+        let blocks = self.blocks.len() - self.num_holes as usize;
         let columns =
             self.max_tokens.map_or(0, |tokens| size.blocks(tokens)).saturating_sub(self.blocks.len());
-        let resident = self.max_resident.map_or(usize::MAX, |most| most.saturating_sub(blocks));
+        let resident = self.max_resident.map_or(usize::MAX, |most| (most as usize).saturating_sub(blocks));
         let promised = if self.is_preempted { 0 } else { columns.min(resident) };
-        Share { blocks: blocks as u32, promised: promised as u32, ahead: self.reserved - self.scheduled }
+        Share { blocks: blocks as u32, promised: promised as u32, ahead: self.ahead }
     }
 
     /// Ids of the known tokens: computed ones beside their blocks, the rest in the prompt. O(tokens).
@@ -401,7 +400,7 @@ impl Sequence {
         self.touch(len);
         let (num_holes, orphaned) = pool.release_many(&self.blocks[len..], 1, self.namespace);
         self.blocks.truncate(len);
-        self.num_holes -= num_holes;
+        self.num_holes -= num_holes as u32;
         orphaned
     }
 

@@ -1,8 +1,9 @@
 //! The sequences of a manager, by handle. Imports `ids`, `prefetch`, `prompt`, `sequence`.
 //!
-//! An arena of our own, since a decode step is mostly a walk over it: the generation stands in the first cache line of
-//! the sequence, next to the cursors that the step reads anyway.
-//! Invariant: a generation is odd while its place is taken; a handle is good while generations agree.
+//! An arena of our own, since a decode step is mostly a walk over it: the handle stands in the first cache line of the
+//! sequence, next to the cursors that the step reads anyway.
+//! Invariant: a handle is good while the place that it names holds it. A vacant place holds the generation that comes next
+//! and the index of another place, so nobody's handle is good there.
 
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
@@ -37,14 +38,15 @@ impl Sequences {
         match self.vacant.pop() {
             Some(index) => {
                 let place = &mut self.places[index as usize];
-                seq.generation = place.generation + 1;
+                seq.handle = SeqHandle::new(index, place.handle.generation());
                 *place = seq;
-                SeqHandle::new(index, self.places[index as usize].generation)
+                place.handle
             }
             None => {
-                seq.generation = 1;
+                let handle = SeqHandle::new(self.places.len() as u32, 1);
+                seq.handle = handle;
                 self.places.push(seq);
-                SeqHandle::new(self.places.len() as u32 - 1, 1)
+                handle
             }
         }
     }
@@ -54,35 +56,33 @@ impl Sequences {
         self.get(handle)?;
         let no_tokens = Arc::clone(&self.no_tokens);
         let place = &mut self.places[handle.index()];
-        let next = (place.generation + 1) % SeqHandle::NUM_GENERATIONS;
-        let vacated = Sequence { generation: next, ..Sequence::new(no_tokens, 0) };
+        let next = handle.generation() % (SeqHandle::NUM_GENERATIONS - 1) + 1;
+        let next = SeqHandle::new(!handle.index() as u32, next);
+        let vacated = Sequence { handle: next, ..Sequence::new(no_tokens, 0) };
         let seq = std::mem::replace(place, vacated);
         self.vacant.push(handle.index() as u32);
         Some(seq)
     }
 
-    /// Ask for a sequence of a later row, if there is such a row.
+    /// For a walk over the rows of a batch.
     #[inline]
-    pub fn prefetch(&self, handle: Option<&SeqHandle>) {
-        if let Some(handle) = handle {
-            prefetch(&self.places, handle.index());
-        }
+    pub fn places(&mut self) -> Places<'_> {
+        Places(&mut self.places)
     }
 
     #[inline]
     pub fn get(&self, handle: SeqHandle) -> Option<&Sequence> {
-        self.places.get(handle.index()).filter(|seq| seq.generation == handle.generation() && seq.is_taken())
+        self.places.get(handle.index()).filter(|seq| seq.handle == handle)
     }
 
     #[inline]
     pub fn get_mut(&mut self, handle: SeqHandle) -> Option<&mut Sequence> {
-        let place = self.places.get_mut(handle.index())?;
-        (place.generation == handle.generation() && place.is_taken()).then_some(place)
+        self.places.get_mut(handle.index()).filter(|seq| seq.handle == handle)
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (SeqHandle, &Sequence)> {
-        let places = self.places.iter().enumerate().filter(|(_, seq)| seq.is_taken());
-        places.map(|(index, seq)| (SeqHandle::new(index as u32, seq.generation), seq))
+        let taken = self.places.iter().enumerate().filter(|(index, seq)| seq.handle.index() == *index);
+        taken.map(|(_, seq)| (seq.handle, seq))
     }
 
     pub fn values(&self) -> impl Iterator<Item = &Sequence> {
@@ -90,7 +90,24 @@ impl Sequences {
     }
 
     pub fn values_mut(&mut self) -> impl Iterator<Item = &mut Sequence> {
-        self.places.iter_mut().filter(|seq| seq.is_taken())
+        let taken = self.places.iter_mut().enumerate().filter(|(index, seq)| seq.handle.index() == *index);
+        taken.map(|(_, seq)| seq)
+    }
+}
+
+/// The sequences while none comes or goes.
+pub(crate) struct Places<'a>(&'a mut [Sequence]);
+
+impl Places<'_> {
+    /// Ask for the sequence of a later row.
+    #[inline]
+    pub fn prefetch(&self, handle: SeqHandle) {
+        prefetch(self.0, handle.index());
+    }
+
+    #[inline]
+    pub fn get_mut(&mut self, handle: SeqHandle) -> Option<&mut Sequence> {
+        self.0.get_mut(handle.index()).filter(|seq| seq.handle == handle)
     }
 }
 
@@ -130,6 +147,6 @@ mod tests {
         assert_eq!(Arc::strong_count(&prompt), 1);
         assert!(seqs.get(handle).is_none());
         let next = seqs.insert(Sequence::new(prompt, 0));
-        assert_eq!((next.index(), next.generation()), (handle.index(), handle.generation() + 2));
+        assert_eq!((next.index(), next.generation()), (handle.index(), handle.generation() + 1));
     }
 }

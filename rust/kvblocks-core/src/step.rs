@@ -7,7 +7,8 @@
 //!
 //! Nearly all rows of a decode step need nothing from the pool: their next slots lie in a block that they alone own.
 //! Such a row is known by its sequence's `room`. Its cursors move while it is checked, and back if the step is refused
-//! or ends before it; what its arrays are to hold waits until that is known. Only the others are looked at closely.
+//! or ends before it; what its arrays are to hold waits until that is known. So do those of a row that opens a block, which
+//! is known later. Only the others are looked at closely.
 
 mod plan;
 
@@ -151,34 +152,35 @@ impl Manager {
         let mut step = Scheduled { num_seqs, refusal, ..Scheduled::default() };
         out.query_start_loc[0] = 0;
         let mut opened = Opened::default();
-        let (mut row, mut num_planned, mut num_others) = (0, 0, 0);
+        let (mut row, mut num_grown, mut num_others) = (0, 0, 0);
         loop {
-            // Rows of one token each up to the next of another kind; then what is missing of those that open a block.
-            let plans = &self.plan[num_planned..];
-            let num_opening = plans.iter().take_while(|plan| plan.tail == Tail::Opens).count();
-            let other = plans.get(num_opening).copied().filter(|plan| plan.row < num_seqs);
+            // Single rows up to the next of another kind; then what is missing of those that have grown.
+            let other = self.plan.get(num_others).copied().filter(|plan| plan.row < num_seqs);
             let end = other.map_or(num_seqs, |plan| plan.row);
             let single = row - num_others..end - num_others;
             let (slots, positions) = (&self.single.slots[single.clone()], &self.single.positions[single]);
             out.write_single_rows(row, step.num_tokens, slots, positions);
-            for at in num_planned..num_planned + num_opening {
-                let opening = self.plan[at].row;
-                if opening >= num_seqs {
-                    break;
-                }
-                let token = step.num_tokens + opening - row;
-                self.open_block(request, opening, token, &mut opened, &mut step, out);
+            while let Some(&grown) = self.single.grown.get(num_grown).filter(|&&grown| grown < end) {
+                self.grow_row(
+                    request.handles[grown],
+                    grown,
+                    step.num_tokens + grown - row,
+                    &mut opened,
+                    &mut step,
+                    out,
+                );
+                num_grown += 1;
             }
             step.num_tokens += end - row;
             let Some(other) = other else { break };
             self.schedule_row(request, other, &mut step, out);
-            (row, num_planned, num_others) = (end + 1, num_planned + num_opening + 1, num_others + 1);
+            (row, num_others) = (end + 1, num_others + 1);
         }
         opened.count(&mut self.counters, &mut self.pool);
         step.max_blocks = out.longest_table(num_seqs);
         if !self.pool.holds.is_empty() {
             // A transfer may own what comes next: ask the pool each time.
-            request.handles[..num_seqs].iter().for_each(|&handle| self.seqs[handle].room = 0);
+            request.handles[..num_seqs].iter().for_each(|&handle| self.seqs[handle].lose_room());
         }
         self.counters.total.copied_blocks += step.num_copies as u64;
         out.pad(&mut step, request, self.padding());
@@ -186,42 +188,40 @@ impl Manager {
         Ok(step)
     }
 
-    /// Schedule a row of one token, the `token`th of the step, that needs one block. What `settle` would count is counted
-    /// for many rows together.
+    /// Give a single row, whose token is the `token`th of the step, the block that it needs, and bring its table up to date.
+    /// What `settle` would count is counted for many rows together.
     #[inline]
-    fn open_block(
+    fn grow_row(
         &mut self,
-        request: &StepRequest,
+        handle: SeqHandle,
         row: usize,
         token: usize,
         opened: &mut Opened,
         step: &mut Scheduled,
         out: &mut StepArrays,
     ) {
-        let (padding, handle) = (self.padding(), request.handles[row]);
+        let padding = self.padding();
         let seq = &mut self.seqs[handle];
-        if seq.namespace != opened.namespace {
-            opened.count(&mut self.counters, &mut self.pool);
-            *opened = Opened { namespace: seq.namespace, ..Opened::default() };
+        if seq.is_short(self.size) {
+            if seq.namespace != opened.namespace {
+                opened.count(&mut self.counters, &mut self.pool);
+                *opened = Opened { namespace: seq.namespace, ..Opened::default() };
+            }
+            let evictions = self.pool.evictions;
+            let Some(block) = self.pool.take_uncounted(seq.namespace) else { return };
+            note_evictions(&mut self.counters, &mut self.pool, seq.namespace, evictions);
+            if let Some(slot) = seq.open(block, self.size) {
+                out.slot_mapping[token] = slot;
+            }
+            seq.share.blocks += 1;
+            opened.num_blocks += 1;
+            // A promise, if any, is kept with this block.
+            opened.num_promised += seq.share.promised.min(1);
+            seq.share.promised = seq.share.promised.saturating_sub(1);
         }
-        let evictions = self.pool.evictions;
-        let Some(block) = self.pool.take_uncounted(seq.namespace) else { return };
-        note_evictions(&mut self.counters, &mut self.pool, seq.namespace, evictions);
-        seq.blocks.push(block);
-        seq.num_cols += 1;
-        seq.share.blocks += 1;
-        opened.num_blocks += 1;
-        // A promise, if any, is kept with this block.
-        opened.num_promised += seq.share.promised.min(1);
-        seq.share.promised = seq.share.promised.saturating_sub(1);
-        if seq.room == 0 {
-            (seq.tail, seq.room) = (block, self.size.get() as u32);
-        }
-        out.slot_mapping[token] = seq.advance(self.size) as i64;
-        seq.reserved += 1;
         step.num_changes += usize::from(
-            out.write_block(row, handle, seq, block, step.num_changes)
-                || out.write_table(row, handle, seq, padding, step.num_changes),
+            out.write_block(row, seq, step.num_changes)
+                || out.write_table(row, seq, padding, step.num_changes),
         );
     }
 
@@ -234,8 +234,8 @@ impl Manager {
         out: &mut StepArrays,
     ) {
         let row = plan.row;
-        let (padding, handle) = (self.padding(), request.handles[row]);
-        let seq = &mut self.seqs[handle];
+        let padding = self.padding();
+        let seq = &mut self.seqs[request.handles[row]];
         let (num_new, lookahead) = (request.num_new.at(row), request.lookahead.at(row));
         if plan.tail != Tail::Ready {
             let evictions = self.pool.evictions;
@@ -256,14 +256,13 @@ impl Manager {
                 seq.aim(self.size);
             }
         }
-        let ahead = seq.reserved - seq.scheduled;
-        out.write_slots(step.num_tokens, seq, num_new, self.size);
-        seq.reserved = seq.reserved.max(seq.scheduled + lookahead as u32);
+        let ahead = seq.ahead;
+        out.write_slots(step.num_tokens, seq, num_new, lookahead, self.size);
         // Both sides of the cursor moved alike and no block came: nothing that is counted has changed.
-        if seq.reserved - seq.scheduled != ahead || plan.tail != Tail::Ready {
+        if seq.ahead != ahead || plan.tail != Tail::Ready {
             settle(seq, &mut self.counters, &mut self.pool);
         }
-        step.num_changes += usize::from(out.write_table(row, handle, seq, padding, step.num_changes));
+        step.num_changes += usize::from(out.write_table(row, seq, padding, step.num_changes));
         step.num_tokens += num_new;
         out.seq_lens[row] = seq.scheduled as i32;
         out.query_start_loc[row + 1] = step.num_tokens as i32;

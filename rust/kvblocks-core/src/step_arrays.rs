@@ -1,5 +1,5 @@
 //! The index arrays of a step, as the caller owns them, and what is written into each row. Imports `block_size`, `ids`,
-//! `sequence`.
+//! `pipeline`, `sequence`.
 //!
 //! Invariant: a row of `block_tables` shows what its `RowState` says, so that only what differs is written.
 
@@ -7,11 +7,13 @@ use bytemuck::TransparentWrapper;
 
 use crate::block_size::BlockSize;
 use crate::ids::{BlockId, SeqHandle};
-use crate::sequence::{InFlight, Sequence};
+use crate::pipeline::InFlight;
+use crate::sequence::Sequence;
 use crate::step::{Scheduled, StepRequest};
 
 /// What stands in a row of `block_tables`, so that an unchanged prefix is not written again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
 pub struct RowState {
     handle: SeqHandle,
     epoch: u32,
@@ -25,10 +27,22 @@ impl RowState {
         self.handle
     }
 
-    /// Whether the row shows this table of its sequence.
+    fn of(seq: &Sequence) -> Self {
+        Self { handle: seq.handle, epoch: seq.epoch, num_cols: seq.num_cols }
+    }
+
+    /// Whether the row shows the table of this sequence as it is now.
     #[inline]
     pub(crate) fn shows(self, seq: &Sequence) -> bool {
-        self.epoch == seq.epoch && self.num_cols == seq.num_cols
+        let version = |epoch: u32, num_cols: u32| u64::from(num_cols) << 32 | u64::from(epoch);
+        // One comparison of 8 bytes.
+        self.handle == seq.handle && version(self.epoch, self.num_cols) == version(seq.epoch, seq.num_cols)
+    }
+
+    /// Whether the row shows the table of this sequence, or leading columns of it.
+    #[inline]
+    pub(crate) fn begins(self, seq: &Sequence) -> bool {
+        self.handle == seq.handle && self.epoch == seq.epoch
     }
 }
 
@@ -39,21 +53,26 @@ pub(crate) struct ShownRows<'a> {
     pub seq_lens: &'a [i32],
 }
 
-/// What the arrays are to hold of the rows of one token that are plain or open a block, kept until no row of the step
-/// can be refused any more.
+/// Scratch of a step: its single rows, those of one token that change nothing but cursors, and open a block at most.
+/// Kept until no row of the step can be refused any more.
 #[derive(Default)]
 pub(crate) struct SingleRows {
+    /// What the arrays are to hold, in order.
     pub slots: Vec<i64>,
     pub positions: Vec<i32>,
+    /// Those of them that need a block, or whose tables the arrays show in part.
+    pub grown: Vec<usize>,
 }
 
 impl SingleRows {
-    /// Make room for so many rows.
-    pub fn fit(&mut self, max_seqs: usize) {
+    /// Begin a step, with room for so many rows.
+    pub fn start(&mut self, max_seqs: usize) {
         if self.slots.len() < max_seqs {
             self.slots.resize(max_seqs, 0);
             self.positions.resize(max_seqs, 0);
         }
+        self.grown.clear();
+        self.grown.reserve(max_seqs);
     }
 }
 
@@ -92,22 +111,14 @@ impl StepArrays<'_> {
         starts.for_each(|(to, start)| *to = start);
     }
 
-    /// Write a row of one token that needed a block, its last; returns whether a change was noted, as number `at`.
+    /// Show the last block of a table whose row shows all others; returns whether it does, noted as change number `at`.
     #[inline]
-    pub(crate) fn write_block(
-        &mut self,
-        row: usize,
-        handle: SeqHandle,
-        seq: &Sequence,
-        block: BlockId,
-        at: usize,
-    ) -> bool {
-        let column = seq.num_cols - 1;
-        let state = &mut self.rows[row];
-        if *state != (RowState { handle, epoch: seq.epoch, num_cols: column }) {
+    pub(crate) fn write_block(&mut self, row: usize, seq: &Sequence, at: usize) -> bool {
+        let (state, column) = (&mut self.rows[row], seq.num_cols.wrapping_sub(1));
+        let Some(block) = seq.blocks.last().filter(|_| state.num_cols == column && state.begins(seq)) else {
             return false;
-        }
-        state.num_cols += 1;
+        };
+        state.num_cols = seq.num_cols;
         self.block_tables[row * self.max_blocks + column as usize] = block.0 as i32;
         self.changes[3 * at..3 * at + 3].copy_from_slice(&[row as i32, column as i32, 1]);
         true
@@ -121,21 +132,14 @@ impl StepArrays<'_> {
     /// Bring a row up to date, from the first column that may differ; returns whether one did, noted as change number
     /// `at`.
     #[inline]
-    pub(crate) fn write_table(
-        &mut self,
-        row: usize,
-        handle: SeqHandle,
-        seq: &Sequence,
-        padding: i32,
-        at: usize,
-    ) -> bool {
+    pub(crate) fn write_table(&mut self, row: usize, seq: &Sequence, padding: i32, at: usize) -> bool {
         let state = self.rows[row];
-        if state.handle == handle && state.shows(seq) {
+        if state.shows(seq) {
             return false;
         }
         let shown = state.num_cols as usize;
         let known = match seq.epoch.wrapping_sub(state.epoch) {
-            _ if state.handle != handle => 0,
+            _ if state.handle != seq.handle => 0,
             0 => shown,
             1 => shown.min(seq.changed_col),
             _ => 0,
@@ -151,7 +155,7 @@ impl StepArrays<'_> {
         if let Some(stale) = table.get_mut(seq.blocks.len()..shown) {
             stale.fill(padding);
         }
-        self.rows[row] = RowState { handle, epoch: seq.epoch, num_cols: seq.num_cols };
+        self.rows[row] = RowState::of(seq);
         self.note_change(at, row, known, seq.blocks.len().max(shown))
     }
 
@@ -162,16 +166,28 @@ impl StepArrays<'_> {
         from < to
     }
 
-    /// Write slots and positions of the next `num_new` tokens and move the sequence on: a step more is in flight.
+    /// Write slots and positions of the next `num_new` tokens and move the sequence on, to at least so many slots reserved
+    /// beyond them: a step more is in flight.
     #[inline]
-    pub(crate) fn write_slots(&mut self, at: usize, seq: &mut Sequence, num_new: usize, size: BlockSize) {
-        if num_new == 1 {
+    pub(crate) fn write_slots(
+        &mut self,
+        at: usize,
+        seq: &mut Sequence,
+        num_new: usize,
+        lookahead: usize,
+        size: BlockSize,
+    ) {
+        let reserved = seq.num_reserved().max(seq.num_scheduled() + num_new + lookahead);
+        if num_new == 1 && seq.room() > 0 {
             self.positions[at] = seq.scheduled as i32;
-            self.slot_mapping[at] = seq.advance(size) as i64;
+            if let Some(slot) = seq.advance() {
+                self.slot_mapping[at] = slot;
+            }
+            seq.move_to(seq.num_scheduled(), reserved);
             return;
         }
-        let reserved_before = seq.reserved;
-        seq.in_flight.push(InFlight { num_new: num_new as u32, reserved_before, block: BlockId::HOLE });
+        let step = InFlight { num_new: num_new as u32, ahead_before: seq.ahead, block: BlockId::HOLE };
+        seq.in_flight.push(step);
         let mut start = seq.num_scheduled();
         for (i, position) in self.positions[at..at + num_new].iter_mut().enumerate() {
             *position = (start + i) as i32;
@@ -187,8 +203,8 @@ impl StepArrays<'_> {
             start += now.len();
             slots = later;
         }
+        seq.move_to(start, reserved);
         if num_new > 0 {
-            seq.scheduled = start as u32;
             seq.aim(size);
         }
     }

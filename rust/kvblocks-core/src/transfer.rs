@@ -48,7 +48,7 @@ impl Manager {
             let expected = format!("start <= end <= {most}, the columns of the block table");
             return Err(Error::Value { argument: "end of the columns", got: end as i64, expected });
         }
-        seq.room = 0;
+        seq.lose_room();
         let blocks: Vec<_> = seq.blocks[start..end].iter().copied().filter(|&b| b != BlockId::HOLE).collect();
         for &block in &blocks {
             self.pool.hold(block);

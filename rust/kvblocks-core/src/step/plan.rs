@@ -1,4 +1,4 @@
-//! The plan of a step: what each of its rows needs, found without changing anything but the cursors of plain rows, which
+//! The plan of a step: what each of its rows needs, found without changing anything but the cursors of single rows, which
 //! go back if the step is refused. Part of `step`.
 
 use std::ops::Range;
@@ -7,13 +7,14 @@ use super::{Policy, StepRequest};
 use crate::block_size::BlockSize;
 use crate::error::{Error, Result};
 use crate::ids::SeqHandle;
-use crate::manager::{check_member, Counts, Manager, Publish, Refusal};
+use crate::manager::{check_member, Counts, Manager, Refusal};
+use crate::pipeline::MAX_IN_FLIGHT;
 use crate::prefetch::prefetch;
-use crate::sequence::{Sequence, MAX_IN_FLIGHT};
+use crate::sequence::Sequence;
 use crate::sequences::SEQS_AHEAD;
-use crate::step_arrays::{RowState, ShownRows, StepArrays};
+use crate::step_arrays::{RowState, ShownRows, SingleRows, StepArrays};
 
-/// What a row that is not plain needs that its sequence does not have.
+/// What a row that is not single needs that its sequence does not have.
 #[derive(Clone, Copy)]
 pub(crate) struct RowPlan {
     pub row: usize,
@@ -26,8 +27,6 @@ pub(crate) struct RowPlan {
 pub(crate) enum Tail {
     /// It may already, and needs no block: there is nothing to plan.
     Ready,
-    /// One token, in a block that it opens or may write already; its reservation grows by that token, and so by a block.
-    Opens,
     /// It may already, or the token opens a block.
     Writable,
     /// Others own the block too: copy it, and leave it to them (the plan has already).
@@ -40,7 +39,7 @@ pub(crate) enum Tail {
 }
 
 impl Manager {
-    /// Check the batch. Plain rows are scheduled then and left in `self.single`, the others are left in `self.plan`, their
+    /// Check the batch. Single rows are scheduled then and left in `self.single`, the others are left in `self.plan`, their
     /// needs open. Returns how many rows the arrays hold: all, or under `Policy::Fit` the longest prefix.
     pub(super) fn check_step(
         &mut self,
@@ -71,26 +70,16 @@ impl Manager {
         self.plan.clear();
         // For the largest step of these arrays, so that only the first one allocates.
         self.plan.reserve(rows.max(max_seqs));
-        self.single.fit(max_seqs);
-        let (mut row, mut num_tokens, mut num_others) = (0, 0, 0);
+        self.single.start(max_seqs);
+        let (mut row, mut num_tokens) = (0, 0);
         loop {
-            if self.publish == Publish::OnCommit {
-                let num_plain =
-                    self.advance_plain_rows(request, row..rows, row - num_others, num_tokens, out);
-                (row, num_tokens) = (row + num_plain, num_tokens + num_plain);
-            }
+            let num_single = self.advance_single_rows(request, row..rows, num_tokens, out);
+            (row, num_tokens) = (row + num_single, num_tokens + num_single);
             if row == rows {
                 break;
             }
             match self.check_row(request, row, out) {
-                Ok(tail) => {
-                    if tail == Tail::Opens {
-                        let position = self.seqs[request.handles[row]].scheduled as i32;
-                        self.single.positions[row - num_others] = position;
-                    }
-                    num_others += usize::from(tail != Tail::Opens);
-                    self.plan.push(RowPlan { row, num_new_blocks: 0, tail });
-                }
+                Ok(tail) => self.plan.push(RowPlan { row, num_new_blocks: 0, tail }),
                 Err(error) => {
                     self.retreat(request.handles, 0..row);
                     return Err(error);
@@ -106,7 +95,7 @@ impl Manager {
             }
             return Ok(rows);
         }
-        // No plain row lies behind them.
+        // No single row lies behind them.
         let mut end = 0;
         let ends = (0..rows.min(max_seqs)).map(|row| {
             end += request.num_new.at(row);
@@ -131,14 +120,14 @@ impl Manager {
         Ok(())
     }
 
-    /// Schedule the leading `rows` that are plain, the first noted `at` this place of `self.single`; returns how many. A
-    /// plain row has one new token, in a block that the sequence may write, it keeps its distance to what is reserved, and
-    /// its row shows its table: nothing changes but its cursors, which `retreat` can take back.
-    fn advance_plain_rows(
+    /// Schedule the leading `rows` that are single; returns how many. A single row has one new token, keeps its distance
+    /// to what is reserved, and its row shows its table, or the beginning of it. If it is plain, in a block that the
+    /// sequence may write, nothing changes but its cursors, which `retreat` can take back. Else it is noted as grown: it
+    /// needs a block, which may be the one that its token goes into, or its row shows too few.
+    fn advance_single_rows(
         &mut self,
         request: &StepRequest,
         rows: Range<usize>,
-        at: usize,
         num_tokens: usize,
         out: &StepArrays,
     ) -> usize {
@@ -146,56 +135,57 @@ impl Manager {
         let shown = out.rows.get(rows.start..).unwrap_or_default();
         let shown = &shown[..most.min(shown.len())];
         let first = rows.start;
-        let handles = &request.handles[rows];
-        let mut single = std::mem::take(&mut self.single);
-        let slots = single.slots.get_mut(at..).unwrap_or_default();
-        let positions = single.positions.get_mut(at..).unwrap_or_default();
-        let to = slots.iter_mut().zip(positions);
         // One loop for the same counts in all rows, one for the others.
-        let num_plain = match (request.num_new, request.lookahead) {
-            (Counts::All(num_new), Counts::All(lookahead)) => {
-                self.advance_plain(handles, shown, to, |_| [num_new as u32, lookahead as u32])
+        match (request.num_new, request.lookahead) {
+            (Counts::All(1), Counts::All(lookahead)) => {
+                self.advance_single(request.handles, first, shown, out, |_| Some(lookahead as u32))
             }
-            (num_new, lookahead) => self.advance_plain(handles, shown, to, |at| {
-                [num_new.at(first + at) as u32, lookahead.at(first + at) as u32]
+            (Counts::All(_), Counts::All(_)) => 0,
+            (num_new, lookahead) => self.advance_single(request.handles, first, shown, out, |row| {
+                (num_new.at(row) == 1).then(|| lookahead.at(row) as u32)
             }),
-        };
-        self.single = single;
-        num_plain
+        }
     }
 
+    /// `lookahead` of a row, None if it has another number of tokens than one.
     #[inline(never)]
-    fn advance_plain<'a>(
+    fn advance_single(
         &mut self,
         handles: &[SeqHandle],
+        first: usize,
         shown: &[RowState],
-        to: impl Iterator<Item = (&'a mut i64, &'a mut i32)>,
-        counts: impl Fn(usize) -> [u32; 2],
+        out: &StepArrays,
+        lookahead: impl Fn(usize) -> Option<u32>,
     ) -> usize {
-        let (batch, size, seqs) = (self.batch, self.size, &mut self.seqs);
-        for (at, ((&handle, shown), (slot, position))) in handles.iter().zip(shown).zip(to).enumerate() {
-            let [num_new, lookahead] = counts(at);
-            seqs.prefetch(handles.get(at + SEQS_AHEAD));
-            let Some(seq) = seqs.get_mut(handle) else { return at };
-            let is_plain = num_new == 1
-                && lookahead < seq.room
-                && seq.seen != batch
-                && seq.reserved == seq.scheduled + lookahead
-                && seq.in_flight.len() < MAX_IN_FLIGHT
-                && shown.handle() == handle
-                && shown.shows(seq);
-            if !is_plain {
+        let (batch, mut seqs) = (self.batch, self.seqs.places());
+        let SingleRows { slots, positions, grown } = &mut self.single;
+        let (place, most) = (first - self.plan.len(), shown.len());
+        let (slots, positions) = (&mut slots[place..][..most], &mut positions[place..][..most]);
+        let (handles, all) = (&handles[first..][..most], &handles[first..]);
+        let mut growth = Growth { grown, out, first, size: self.size };
+        for at in 0..most {
+            if let Some(&handle) = all.get(at + SEQS_AHEAD) {
+                seqs.prefetch(handle);
+            }
+            let (Some(lookahead), Some(seq)) = (lookahead(first + at), seqs.get_mut(handles[at])) else {
+                return at;
+            };
+            if seq.seen == batch {
                 return at;
             }
+            let is_plain = seq.ahead == lookahead && seq.has_room_beyond(lookahead) && shown[at].shows(seq);
+            if !is_plain && !growth.note(seq, at, lookahead) {
+                return at;
+            }
+            let position = seq.scheduled as i32;
+            let Some(slot) = seq.advance() else { return at };
+            (slots[at], positions[at]) = (slot, position);
             seq.seen = batch;
-            *position = seq.scheduled as i32;
-            *slot = seq.advance(size) as i64;
-            seq.reserved += 1;
         }
-        shown.len()
+        most
     }
 
-    /// Take back the plain ones of `rows`: those that are not planned.
+    /// Take back the single ones of `rows`: those that are not planned.
     #[cold]
     pub(super) fn retreat(&mut self, handles: &[SeqHandle], rows: Range<usize>) {
         let first = rows.start;
@@ -215,28 +205,19 @@ impl Manager {
         check_member(seq, handle, self.batch, true)?;
         let (num_new, max_tokens) = (request.num_new.at(row), out.slot_mapping.len());
         let is_ready = num_new > 0
-            && num_new + request.lookahead.at(row) <= seq.room as usize
+            && num_new + request.lookahead.at(row) <= seq.room() as usize
             && num_new <= max_tokens
             && seq.num_cols as usize <= out.max_blocks
-            && seq.in_flight.len() < MAX_IN_FLIGHT;
+            && !seq.in_flight.is_full();
         if is_ready {
             return Ok(Tail::Ready);
-        }
-        if self.publish == Publish::OnCommit
-            && opens_block(seq, num_new, request.lookahead.at(row), self.size)
-            && (seq.num_cols as usize) < out.max_blocks
-            && row < out.rows.len()
-        {
-            seq.prefetch_table();
-            prefetch(out.block_tables, row * out.max_blocks + seq.num_cols as usize);
-            return Ok(Tail::Opens);
         }
         let wrong =
             |argument, got: usize, expected| Err(Error::Row { argument, row, got: got as i64, expected });
         if request.policy == Policy::Fit && num_new > max_tokens {
             return wrong("num_new", num_new, format!("at most {max_tokens} (tokens of the step)"));
         }
-        if seq.in_flight.len() == MAX_IN_FLIGHT {
+        if seq.in_flight.is_full() {
             let expected = format!("a sequence with fewer than {MAX_IN_FLIGHT} steps in flight");
             return wrong("handles", handle.0 as usize, expected);
         }
@@ -248,7 +229,7 @@ impl Manager {
         let mut columns = self.size.blocks(end).max(num_cols);
         if columns > capacity {
             // Beyond the capacity the answer is Never, not an error.
-            columns = columns.min(capacity + seq.num_holes).max(num_cols);
+            columns = columns.min(capacity + seq.num_holes as usize).max(num_cols);
         }
         if columns > out.max_blocks {
             let columns_of = "columns of block_tables; raise max_blocks_per_seq";
@@ -271,60 +252,28 @@ impl Manager {
         most_rows: usize,
         may_copy: bool,
     ) -> (usize, Option<Refusal>) {
-        let capacity_blocks = self.capacity();
-        let available = self.pool.num_available();
-        let mut refusal = (most_rows < request.handles.len()).then_some(Refusal::Later { num_blocks: 0 });
-        let (mut need, mut num_planned, mut num_rows) = (0, 0, most_rows);
-        for plan in &mut self.plan {
-            let num_opened = usize::from(plan.tail == Tail::Opens);
-            if plan.tail == Tail::Ready || num_opened > 0 && need < available {
-                need += num_opened;
-                num_planned += 1;
-                if num_opened > 0 {
-                    let seq = &self.seqs[request.handles[plan.row]];
-                    prefetch(&seq.blocks, (seq.num_cols as usize).saturating_sub(1));
-                    self.pool.prefetch_free(need - 1);
-                }
-                continue;
+        let mut supply = Supply {
+            capacity_blocks: self.capacity(),
+            available: self.pool.num_available(),
+            may_cut: request.policy == Policy::Fit,
+            need: 0,
+            refusal: (most_rows < request.handles.len()).then_some(Refusal::Later { num_blocks: 0 }),
+        };
+        let (mut num_planned, mut num_grown) = (0, 0);
+        let num_rows = loop {
+            let next = self.plan.get(num_planned).copied();
+            let end = next.map_or(most_rows, |plan| plan.row);
+            if let Some(row) = self.plan_grown(request, &mut num_grown, end, &mut supply) {
+                break row;
             }
-            let seq = &self.seqs[request.handles[plan.row]];
-            let num_new = request.num_new.at(plan.row);
-            let columns = self.size.blocks(seq.num_scheduled() + num_new + request.lookahead.at(plan.row));
-            plan.num_new_blocks = columns.saturating_sub(seq.num_cols as usize);
-            // A window that moves on holds no more than what is not dropped.
-            let need_blocks = columns.saturating_sub(seq.num_holes);
-            prefetch(&seq.blocks, (seq.num_cols as usize).saturating_sub(1));
-            self.pool.prefetch_free(need);
-            let written = seq.partial_tail(self.size).filter(|_| num_new > 0);
-            plan.tail = match written {
-                Some(block) if self.pool.refs(block) > 1 => Tail::CopyShared,
-                Some(block) if self.pool.is_published(block) => Tail::Withdraw,
-                _ => Tail::Writable,
-            };
-            if need_blocks > capacity_blocks {
-                refusal = Some(Refusal::Never { need_blocks, capacity_blocks });
-                num_rows = plan.row;
-                break;
+            let Some(mut plan) = next else { break most_rows };
+            if plan.tail != Tail::Ready && !self.plan_row(request, &mut plan, may_copy, &mut supply) {
+                break plan.row;
             }
-            if !may_copy && plan.tail != Tail::Writable {
-                refusal = refusal.or(Some(Refusal::Later { num_blocks: 0 }));
-                num_rows = plan.row;
-                break;
-            }
-            let with_row = need + plan.num_new_blocks + usize::from(plan.tail == Tail::CopyShared);
-            if with_row > available {
-                refusal = Some(Refusal::Later { num_blocks: with_row - available });
-                if request.policy == Policy::Fit {
-                    num_rows = plan.row;
-                    break;
-                }
-            }
-            need = with_row;
+            self.plan[num_planned] = plan;
             num_planned += 1;
-            if let (Tail::CopyShared, Some(block)) = (plan.tail, written) {
-                self.pool.release(block);
-            }
-        }
+        };
+        let (need, available, refusal) = (supply.need, supply.available, supply.refusal);
         let planned = &mut self.plan[..num_planned];
         if refusal.is_some() && request.policy == Policy::All {
             for plan in planned.iter().filter(|plan| plan.tail == Tail::CopyShared) {
@@ -337,15 +286,133 @@ impl Manager {
         }
         (num_rows, refusal)
     }
+
+    /// Plan the grown rows below row `end`, from the `num_grown`th on; returns the one that does not fit, if any. What
+    /// giving them their blocks will need is asked for.
+    fn plan_grown(
+        &self,
+        request: &StepRequest,
+        num_grown: &mut usize,
+        end: usize,
+        supply: &mut Supply,
+    ) -> Option<usize> {
+        for &row in self.single.grown[*num_grown..].iter().take_while(|&&row| row < end) {
+            let seq = &self.seqs[request.handles[row]];
+            if seq.is_short(self.size) {
+                self.pool.prefetch_free(supply.need);
+                if !supply.can_hold((seq.num_cols + 1 - seq.num_holes) as usize) || !supply.give(1) {
+                    return Some(row);
+                }
+            }
+            prefetch(&seq.blocks, (seq.num_cols as usize).saturating_sub(1));
+            *num_grown += 1;
+        }
+        None
+    }
+
+    /// Plan a row that is not single; returns whether it fits.
+    fn plan_row(
+        &mut self,
+        request: &StepRequest,
+        plan: &mut RowPlan,
+        may_copy: bool,
+        supply: &mut Supply,
+    ) -> bool {
+        let seq = &self.seqs[request.handles[plan.row]];
+        let num_new = request.num_new.at(plan.row);
+        let columns = self.size.blocks(seq.num_scheduled() + num_new + request.lookahead.at(plan.row));
+        plan.num_new_blocks = columns.saturating_sub(seq.num_cols as usize);
+        prefetch(&seq.blocks, (seq.num_cols as usize).saturating_sub(1));
+        self.pool.prefetch_free(supply.need);
+        let written = seq.partial_tail(self.size).filter(|_| num_new > 0);
+        plan.tail = match written {
+            Some(block) if self.pool.refs(block) > 1 => Tail::CopyShared,
+            Some(block) if self.pool.is_published(block) => Tail::Withdraw,
+            _ => Tail::Writable,
+        };
+        // A window that moves on holds no more than what is not dropped.
+        let need_blocks = columns.saturating_sub(seq.num_holes as usize);
+        if !supply.can_hold(need_blocks) {
+            return false;
+        }
+        if !may_copy && plan.tail != Tail::Writable {
+            supply.refusal = supply.refusal.or(Some(Refusal::Later { num_blocks: 0 }));
+            return false;
+        }
+        if !supply.give(plan.num_new_blocks + usize::from(plan.tail == Tail::CopyShared)) {
+            return false;
+        }
+        if let (Tail::CopyShared, Some(block)) = (plan.tail, written) {
+            self.pool.release(block);
+        }
+        true
+    }
 }
 
-/// Whether all that a row needs is one block: it has one token, in a block that it may write already or as the first of
-/// the new one, and its reservation fills its table.
-fn opens_block(seq: &Sequence, num_new: usize, lookahead: usize, size: BlockSize) -> bool {
-    let reserved = seq.num_scheduled() + lookahead;
-    num_new == 1
-        && (seq.room > 0 || lookahead == 0)
-        && seq.num_reserved() == reserved
-        && seq.num_cols as usize * size.get() == reserved
-        && seq.in_flight.len() < MAX_IN_FLIGHT
+/// Where rows are noted that have grown, `first` being the first of those that are looked at.
+struct Growth<'a, 'b> {
+    grown: &'a mut Vec<usize>,
+    out: &'a StepArrays<'b>,
+    first: usize,
+    size: BlockSize,
+}
+
+impl Growth<'_, '_> {
+    /// Make the row `at` which is not plain ready to advance, and note it: it needs one block and nothing else, or its
+    /// table is longer than what its row shows. False if that is not so. What the pool's answer will need is asked for.
+    #[cold]
+    #[inline(never)]
+    fn note(&mut self, seq: &mut Sequence, at: usize, lookahead: u32) -> bool {
+        let (row, max_blocks) = (self.first + at, self.out.max_blocks);
+        let needs_block = !seq.has_room_beyond(lookahead);
+        let num_cols = seq.num_cols as usize + usize::from(needs_block);
+        let is_grown = seq.ahead == lookahead
+            && self.out.rows[row].begins(seq)
+            && num_cols <= max_blocks
+            && !seq.in_flight.is_full()
+            && (!needs_block || seq.opens_block(lookahead, self.size));
+        if is_grown {
+            if seq.room() == 0 {
+                seq.aim_at_next(self.size);
+            }
+            self.grown.push(row);
+            seq.prefetch_table();
+            prefetch(self.out.block_tables, row * max_blocks + num_cols - 1);
+        }
+        is_grown
+    }
+}
+
+/// What the pool has for the rows of a step, and what those planned need of it.
+struct Supply {
+    capacity_blocks: usize,
+    available: usize,
+    /// Whether the first row that does not fit ends the plan; else it is how many blocks all rows are short of.
+    may_cut: bool,
+    need: usize,
+    refusal: Option<Refusal>,
+}
+
+impl Supply {
+    /// Whether a sequence can ever have so many blocks; else the step is refused.
+    fn can_hold(&mut self, need_blocks: usize) -> bool {
+        let capacity_blocks = self.capacity_blocks;
+        if need_blocks > capacity_blocks {
+            self.refusal = Some(Refusal::Never { need_blocks, capacity_blocks });
+        }
+        need_blocks <= capacity_blocks
+    }
+
+    /// Count blocks for a row; false if the plan ends before it.
+    fn give(&mut self, num_blocks: usize) -> bool {
+        let need = self.need + num_blocks;
+        if need > self.available {
+            self.refusal = Some(Refusal::Later { num_blocks: need - self.available });
+            if self.may_cut {
+                return false;
+            }
+        }
+        self.need = need;
+        true
+    }
 }
