@@ -10,6 +10,8 @@ use crate::simd::{Simd, MAX_LANES};
 /// One element as it is stored.
 pub(crate) trait Code: Copy + Send + Sync + 'static {
     const ZERO: Self;
+    /// What is added to each number in pairs, for it to be a bf16.
+    const PAIR_OFFSET: f32 = 0.0;
 
     /// `S::LANES` elements as f32.
     ///
@@ -45,6 +47,25 @@ pub(crate) trait Code: Copy + Send + Sync + 'static {
     fn place_of_pair(vector: usize, lane: usize) -> usize {
         let _ = vector;
         2 * lane
+    }
+
+    /// Whether going in pairs is the quickest way to f32 as well.
+    #[inline(always)]
+    fn widens_by_pairs<S: Simd>() -> bool {
+        Self::vectors_of_pairs::<S>() > 0
+    }
+
+    /// A block of each of two rows, as they are stored, in pairs of bf16 of the first and the second row: twice
+    /// `vectors_of_pairs` vectors; only so many count. Only where `S::BF16` is true.
+    #[inline(always)]
+    fn pair_rows<S: Simd>(simd: S, a: S::I, b: S::I) -> [S::I; 4] {
+        let _ = (a, b);
+        [simd.splat_bits(0); 4]
+    }
+
+    /// Which element of its block a lane of a vector of `pair_rows` is.
+    fn place_of_row_pair(vector: usize, lane: usize) -> usize {
+        vector * 4 + lane % 4 + lane / 4 * 8
     }
 
     /// The first `len` lanes from memory, 0 in the others.
@@ -120,6 +141,12 @@ impl Code for bf16 {
     unsafe fn load_pairs<S: Simd>(simd: S, from: *const Self) -> [S::I; 2] {
         // SAFETY: the caller's.
         [unsafe { simd.load_bits(from.cast()) }, simd.splat_bits(0)]
+    }
+
+    #[inline(always)]
+    fn pair_rows<S: Simd>(simd: S, a: S::I, b: S::I) -> [S::I; 4] {
+        let [low, high] = simd.interleave::<16>(a, b);
+        [low, high, low, high]
     }
 
     #[inline(always)]
@@ -202,12 +229,24 @@ macro_rules! fp8 {
             #[inline(always)]
             unsafe fn load_pairs<S: Simd>(simd: S, from: *const Self) -> [S::I; 2] {
                 // SAFETY: the caller's.
-                unsafe { simd.look_up_pairs(from.cast(), &Self::PAIRS) }
+                simd.look_up_pairs(unsafe { simd.load_bits(from.cast()) }, &Self::PAIRS)
             }
 
             /// The bytes of each 16-byte part are paired in two halves of it: 8 to the first vector, 8 to the second.
             fn place_of_pair(vector: usize, lane: usize) -> usize {
                 lane / 4 * 16 + vector * 8 + lane % 4 * 2
+            }
+
+            #[inline(always)]
+            fn pair_rows<S: Simd>(simd: S, a: S::I, b: S::I) -> [S::I; 4] {
+                let [low, high] = simd.interleave::<8>(a, b);
+                let [first, second] = simd.look_up_pairs(low, &Self::PAIRS);
+                let [third, fourth] = simd.look_up_pairs(high, &Self::PAIRS);
+                [first, second, third, fourth]
+            }
+
+            fn place_of_row_pair(vector: usize, lane: usize) -> usize {
+                lane / 4 * 16 + vector * 4 + lane % 4
             }
 
             #[inline(always)]
@@ -247,8 +286,58 @@ macro_rules! fp8 {
 fp8!(E4m3, load_e4m3, e4m3_value, mantissa: 3, bias: 7, limit: 448.0);
 fp8!(E5m2, load_e5m2, e5m2_value, mantissa: 2, bias: 15, limit: 57344.0);
 
+/// The two bytes of the bf16 that i + 0.5 is, low bytes first: as -1 - i is the same with a sign, 128 of them are enough.
+const HALVES: [[u8; 128]; 2] = {
+    let mut tables = [[0; 128]; 2];
+    let mut code = 0;
+    while code < 128 {
+        let bits = (code as f32 + 0.5).to_bits();
+        tables[0][code] = (bits >> 16) as u8;
+        tables[1][code] = (bits >> 24) as u8;
+        code += 1;
+    }
+    tables
+};
+
 impl Code for i8 {
     const ZERO: Self = 0;
+    const PAIR_OFFSET: f32 = 0.5;
+
+    #[inline(always)]
+    fn vectors_of_pairs<S: Simd>() -> usize {
+        if S::BF16 {
+            2
+        } else {
+            0
+        }
+    }
+
+    #[inline(always)]
+    fn widens_by_pairs<S: Simd>() -> bool {
+        false
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs<S: Simd>(simd: S, from: *const Self) -> [S::I; 2] {
+        // SAFETY: the caller's.
+        simd.look_up_pairs(simd.sign_magnitude(unsafe { simd.load_bits(from.cast()) }), &HALVES)
+    }
+
+    fn place_of_pair(vector: usize, lane: usize) -> usize {
+        E4m3::place_of_pair(vector, lane)
+    }
+
+    #[inline(always)]
+    fn pair_rows<S: Simd>(simd: S, a: S::I, b: S::I) -> [S::I; 4] {
+        let [low, high] = simd.interleave::<8>(a, b);
+        let [first, second] = simd.look_up_pairs(simd.sign_magnitude(low), &HALVES);
+        let [third, fourth] = simd.look_up_pairs(simd.sign_magnitude(high), &HALVES);
+        [first, second, third, fourth]
+    }
+
+    fn place_of_row_pair(vector: usize, lane: usize) -> usize {
+        E4m3::place_of_row_pair(vector, lane)
+    }
 
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F {

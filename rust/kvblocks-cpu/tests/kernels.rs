@@ -2,9 +2,9 @@
 
 use half::{bf16, f16};
 use kvblocks_cpu::{
-    amax_of_columns, attend, copy_blocks, gather, merge_states, write, Batch, Cache, CacheMut, Elements,
-    ElementsMut, Error, Execution, Groups, GroupsMut, Isa, Losses, Options, Output, Paged, Queries, Scaling,
-    ScalingMut, Storage,
+    amax_of_columns, attend, copy_blocks, gather, merge_states, write, Batch, Cache, CacheMut, E4m3, E5m2,
+    Elements, ElementsMut, Error, Execution, Groups, GroupsMut, Isa, Losses, Options, Output, Paged, Queries,
+    Scaling, ScalingMut, Storage,
 };
 use proptest::prelude::*;
 
@@ -160,6 +160,93 @@ fn attention_agrees_with_plain_loops() -> kvblocks_cpu::Result<()> {
         check_against_naive::<bf16>(Paged::hnd, how)?;
     }
     Ok(())
+}
+
+/// Codes of 8 bits with scales of a token and head, zeros and the largest among them, under queries of bf16: within what
+/// rounding weights and results to bf16 may cost.
+#[test]
+fn queries_of_bf16_over_every_code_agree_with_plain_loops() -> kvblocks_cpu::Result<()> {
+    let (tokens, heads, group, dim) = (67usize, 2usize, 4usize, 64usize);
+    let paged = Paged::nhd(tokens, 1, heads, dim)?;
+    let row = heads * dim;
+    // Every code, -128 included; of FP8 the NaNs are left out.
+    let bytes: Vec<u8> = (0..tokens * row).map(|at| (at * 37 % 256) as u8).collect();
+    let signed: Vec<i8> = bytes.iter().map(|&byte| byte as i8).collect();
+    let numbers: Vec<u8> =
+        bytes.iter().map(|&byte| if byte & 0x78 == 0x78 { byte & 0x87 } else { byte }).collect();
+    let scales: Vec<f32> = (0..tokens * heads)
+        .map(|at| match at % 5 {
+            0 => 0.0,
+            1 => 1e-36,
+            2 => 1e-3,
+            3 => 0.02,
+            _ => 0.07,
+        })
+        .collect();
+    let q: Vec<bf16> = rounded(&values(heads * group * dim, 3));
+    let wide_q = widened(&q);
+    let table: Vec<i32> = (0..tokens as i32).rev().collect();
+    let cases: [(Elements<'_>, Vec<f32>); 3] = [
+        (Elements::I8(&signed), signed.iter().map(|&code| f32::from(code)).collect()),
+        (Elements::E4m3(E4m3::from_bytes(&numbers)), numbers.iter().map(|&code| fp8(code, 3, 7)).collect()),
+        (Elements::E5m2(E5m2::from_bytes(&numbers)), numbers.iter().map(|&code| fp8(code, 2, 15)).collect()),
+    ];
+    for how in executions() {
+        for (data, codes) in &cases {
+            let cache = Cache { data: *data, paged, scaling: Scaling::TokenHead(&scales) };
+            let mut out = vec![bf16::NAN; heads * group * dim];
+            let mut lse = vec![f32::NAN; heads * group];
+            attend(
+                Queries { data: Elements::Bf16(&q), num_heads: heads * group },
+                Storage { k: cache, v: cache, tail: None },
+                Batch {
+                    block_tables: &table,
+                    max_blocks: tokens,
+                    seq_lens: &[tokens as i32],
+                    query_start_loc: &[0, 1],
+                },
+                PLAIN,
+                Output { out: ElementsMut::Bf16(&mut out), lse: Some(&mut lse) },
+                how,
+            )?;
+            for (unit, q) in wide_q.chunks(dim).enumerate() {
+                let head = unit / group;
+                let rows: Vec<Vec<f32>> = (0..tokens)
+                    .rev()
+                    .map(|token| {
+                        let scale = scales[token * heads + head];
+                        codes[token * row + head * dim..][..dim].iter().map(|code| code * scale).collect()
+                    })
+                    .collect();
+                let (expected, expected_lse) = naive(q, &rows, &rows, 0.25);
+                let magnitudes: Vec<Vec<f32>> =
+                    rows.iter().map(|row| row.iter().map(|value| value.abs()).collect()).collect();
+                let (of_weights, _) = naive(q, &rows, &magnitudes, 0.25);
+                let limit = 1e-4 + 1e-6 * expected_lse.abs();
+                assert!((f64::from(lse[unit]) - expected_lse).abs() < limit, "{how:?}: {}", lse[unit]);
+                for ((&got, want), weighted) in
+                    out[unit * dim..][..dim].iter().zip(&expected).zip(&of_weights)
+                {
+                    let limit = 1.02 / 256.0 * (want.abs() + weighted);
+                    assert!((f64::from(got.to_f32()) - want).abs() <= limit, "{how:?}: {got}, not {want}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The value of an 8-bit float.
+fn fp8(code: u8, mantissa: i32, bias: i32) -> f32 {
+    let (exponent, fraction) = (i32::from(code & 0x7F) >> mantissa, i32::from(code) & ((1 << mantissa) - 1));
+    let (fraction, power) =
+        if exponent == 0 { (fraction, 1) } else { (fraction + (1 << mantissa), exponent) };
+    let magnitude = fraction as f32 * 2.0f32.powi(power - bias - mantissa);
+    if code & 0x80 == 0 {
+        magnitude
+    } else {
+        -magnitude
+    }
 }
 
 /// All bit patterns of 16 bits, and f32 values around every rounding boundary of the 16-bit types.

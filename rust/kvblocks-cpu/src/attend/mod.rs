@@ -12,6 +12,7 @@ mod grouped;
 mod lines;
 mod narrow;
 mod order;
+mod pairs;
 mod plan;
 mod products;
 mod rows;
@@ -80,7 +81,7 @@ impl Options<'_> {
     /// A head's sink as a softmax without values.
     fn sink(&self, head: usize) -> State {
         match self.sinks.map(|sinks| sinks[head]) {
-            Some(highest) if highest != f32::NEG_INFINITY => State { highest, sum: 1.0 },
+            Some(highest) if highest != f32::NEG_INFINITY => State { highest, sum: 1.0, divisor: 1.0 },
             _ => State::NOTHING,
         }
     }
@@ -129,7 +130,9 @@ pub struct Output<'a> {
 /// Attention of queries over the keys of each row.
 ///
 /// Rows of seq_len 0, queries of no row and queries whose logits are all -inf give 0 and -inf. All of the output is
-/// written, or nothing.
+/// written, or nothing. Products and sums are float32. Where queries and output are bf16 and the processor multiplies
+/// pairs of bf16, few queries round the weights of V to bf16 as well, and divide by the sum of what was rounded; the
+/// log-sum-exp is that of the weights before.
 pub fn attend(
     queries: Queries<'_>,
     storage: Storage<'_>,
@@ -149,7 +152,8 @@ pub fn attend(
     if num_tokens == 0 {
         return Ok(()); // before any scratch is sized by num_q_heads, which nothing bounds here
     }
-    let call = Call { q, num_q_heads, k, v, tail, batch, options };
+    let rounds = matches!((&q, &out), (Elements::Bf16(_), ElementsMut::Bf16(_)));
+    let call = Call { q, num_q_heads, k, v, tail, batch, options, rounds };
     let plan = Plan::new(&call, execution);
     let head_dim_v = call.head_dim_v();
     let mut states = vec![State::NOTHING; plan.num_partials * num_q_heads];
@@ -183,6 +187,8 @@ struct Call<'a> {
     tail: Option<TailCache<'a>>,
     batch: Batch<'a>,
     options: Options<'a>,
+    /// Whether queries and results are bf16, so that weights may be rounded to it.
+    rounds: bool,
 }
 
 /// A tail as a cache of blocks of one token.
@@ -278,15 +284,19 @@ impl Call<'_> {
     }
 }
 
-/// The running softmax of a head, besides its weighted values: the highest logit, and the sum of the weights against it.
+/// The running softmax of a head, besides its weighted values.
 #[derive(Debug, Clone, Copy)]
 struct State {
+    /// The highest logit.
     highest: f32,
+    /// The sum of the weights against it.
     sum: f32,
+    /// The same of the weights that the values have been multiplied with, which may be rounded.
+    divisor: f32,
 }
 
 impl State {
-    const NOTHING: Self = Self { highest: f32::NEG_INFINITY, sum: 0.0 };
+    const NOTHING: Self = Self { highest: f32::NEG_INFINITY, sum: 0.0, divisor: 0.0 };
 
     /// Take in the highest of new logits: (the factor of all that was summed before, what to take logits against).
     ///
@@ -387,17 +397,19 @@ impl<T: Code> Task for Merge<'_, '_, T> {
                 let highest = states.clone().fold(sink.highest, |high, state| high.max(state.highest));
                 let base = if highest == f32::NEG_INFINITY { 0.0 } else { highest };
                 let mut sum = sink.sum * (sink.highest - base).exp();
+                let mut divisor = sum;
                 row.fill(0.0);
                 for (state, partial) in states.zip(partials.clone()) {
                     let weight = (state.highest - base).exp();
                     sum += weight * state.sum;
+                    divisor += weight * state.divisor;
                     let values = &self.sums[(partial * num_q_heads + head) * dim..][..dim];
                     row.iter_mut().zip(values).for_each(|(row, value)| *row += weight * value);
                 }
                 if sum == 0.0 {
                     row.fill(0.0); // no key has a weight; the log below is -inf
                 } else {
-                    row.iter_mut().for_each(|value| *value /= sum);
+                    row.iter_mut().for_each(|value| *value /= divisor);
                 }
                 let at = token * num_q_heads + head;
                 // SAFETY: this unit has these tokens alone; the rows have dim elements each.

@@ -1,18 +1,20 @@
-//! Attention of one query: lanes are elements of a row. Imports `grouped`, `lines`, `order`, `products`, `rows`,
+//! Attention of one query: lanes are elements of a row. Imports `grouped`, `lines`, `order`, `pairs`, `products`, `rows`,
 //! `tile`, `code`, `simd` and `math`.
 //!
 //! A row of K or V is loaded once for up to four query heads, in the order in which rows lie in memory; while a tile is
-//! computed, the next one is asked for.
+//! computed, the next one is asked for. Where queries and results are bf16, so are the weights of V, and the values are
+//! divided by the sum of the weights as they were rounded: they stay an average of V, exact where one key has it all.
 //! Invariant: only visible keys are read.
 
 use super::grouped;
 use super::lines::Lines;
 use super::order::{are_bf16, Order};
-use super::products::{Logits, Sums};
+use super::pairs::PairSums;
+use super::products::{How, Logits, Sums};
 use super::rows::Rows;
 use super::tile::{Tile, TILE};
 use super::{soft_cap, Call, Partials, State, Unit};
-use crate::code::with_elements;
+use crate::code::{with_elements, Code};
 use crate::math::exp;
 use crate::paged::Cache;
 use crate::scaling::Scaling;
@@ -29,9 +31,9 @@ pub(super) struct Scratch {
     folded: Lines,
     /// `[num_q_heads, TILE]`: logits, then weights.
     weights: Lines,
-    /// `[2, num_heads, TILE]`: what K and V of a token are multiplied with.
+    /// `[3, num_heads, TILE]`: what K and V of a token are multiplied with, and what undoes the latter.
     factors: Lines,
-    /// `[num_q_heads, lanes]`: the weights so far, added up.
+    /// `[num_q_heads, 3, lanes]`: the weights so far, added up; what to divide by; what V was multiplied with.
     lane_sums: Lines,
     tiles: [Tile; 2],
 }
@@ -57,7 +59,6 @@ pub(super) fn run<S: Simd>(
     let (group, head_dim, head_dim_v) = (call.group(), call.head_dim(), call.head_dim_v());
     let q_heads = unit.heads.start * group..unit.heads.end * group;
     let source = call.source(unit);
-    let (k_order, v_order) = (order::<S>(source.k), order::<S>(source.v));
     let Scratch {
         row,
         scales: [k_scales, v_scales],
@@ -72,7 +73,7 @@ pub(super) fn run<S: Simd>(
     let q_stride = head_dim.next_multiple_of(2 * S::LANES);
     let q = q.filled(q_heads.len() * q_stride, 0.0);
     let folded = folded.filled(if source.k.scaling.is_factor() { 0 } else { 4 * q_stride }, 0.0);
-    let mut exact = S::BF16 && k_order.in_pairs();
+    let mut exact = S::BF16;
     for (to, head) in q.chunks_exact_mut(q_stride).zip(q_heads.clone()) {
         let to = &mut to[..head_dim];
         call.load_query(simd, unit.queries.start, head, to);
@@ -82,16 +83,23 @@ pub(super) fn run<S: Simd>(
         }
         exact &= are_bf16(to);
     }
-    if k_order.in_pairs() {
+    let (how, k_order) = order_of_k::<S>(source.k, exact);
+    if how != How::Elements {
         for to in q.chunks_exact_mut(q_stride) {
             let row = &mut row[..head_dim];
             row.copy_from_slice(&to[..head_dim]);
-            k_order.arrange::<S>(row, exact, to);
+            to.fill(0.0);
+            match how {
+                How::Pairs => k_order.arrange_pairs::<S>(row, to),
+                _ => k_order.arrange(row, to),
+            }
         }
     }
+    let (rounded, v_order) = order_of_v::<S>(source.v, call.rounds);
     let weights = weights.filled(q_heads.len() * TILE, 0.0);
-    let factors = factors.filled(2 * unit.heads.len() * TILE, 1.0);
-    let lane_sums = lane_sums.filled(q_heads.len() * S::LANES, 0.0);
+    let all_factors = unit.heads.len() * TILE;
+    let factors = factors.filled(3 * all_factors, 1.0);
+    let lane_sums = lane_sums.filled(q_heads.len() * 3 * S::LANES, 0.0);
     // SAFETY: no other unit has these heads of this partial result.
     let (states, sums) = unsafe { partials.of(call, unit.partial, q_heads.clone()) };
 
@@ -100,15 +108,18 @@ pub(super) fn run<S: Simd>(
     while now.len > 0 {
         next.locate(&source, first + now.len, &unit.keys);
         let [k_next, v_next] = if next.len == 0 { [&now.k, &now.v] } else { [&next.k, &next.v] };
-        for (part, cache) in [source.k, source.v].into_iter().enumerate() {
-            if matches!(cache.scaling, Scaling::Head(_) | Scaling::TokenHead(_)) {
-                let factors = &mut factors[part * unit.heads.len() * TILE..][..unit.heads.len() * TILE];
-                for (factors, head) in factors.chunks_exact_mut(TILE).zip(unit.heads.clone()) {
-                    factors
-                        .iter_mut()
-                        .zip(&now.slots)
-                        .for_each(|(factor, &slot)| *factor = cache.factor(slot, head));
-                }
+        let (k_factors, v_factors) = factors.split_at_mut(all_factors);
+        let (v_factors, undo_v_factors) = v_factors.split_at_mut(all_factors);
+        if matches!(source.k.scaling, Scaling::Head(_) | Scaling::TokenHead(_)) {
+            load_factors(source.k, now, unit, k_factors);
+        }
+        if matches!(source.v.scaling, Scaling::TokenHead(_)) {
+            load_factors(source.v, now, unit, v_factors);
+            if rounded {
+                undo_v_factors
+                    .iter_mut()
+                    .zip(&*v_factors)
+                    .for_each(|(undo, &factor)| *undo = undoing(factor));
             }
         }
 
@@ -116,8 +127,7 @@ pub(super) fn run<S: Simd>(
             with_elements!(Elements, source.k.data, data => Logits {
                 q,
                 q_stride,
-                in_pairs: k_order.in_pairs(),
-                exact,
+                how,
                 rows: Rows::new(data, &source.k.paged, unit.heads.clone(), group, &now.k, now.len, k_next),
                 logits: weights,
             }.run(simd));
@@ -129,27 +139,33 @@ pub(super) fn run<S: Simd>(
                 simd.vectorize(grouped::Logits { rows, q, q_stride, folded, logits: weights });
             }
         }
-        let distance = unit.position - first;
-        let (k_factors, v_factors) = factors.split_at(unit.heads.len() * TILE);
-        simd.vectorize(Weights {
+        let weigh = Weights {
             call,
             head: q_heads.start,
             len: now.len,
-            distance,
+            distance: unit.position - first,
             k_factors,
             v_factors,
+            undo_v_factors,
             weights,
             states,
             lane_sums,
             sums,
-        });
+        };
+        if rounded {
+            simd.vectorize(Rounded(weigh));
+        } else {
+            simd.vectorize(weigh);
+        }
         if source.v.scaling.is_factor() {
-            with_elements!(Elements, source.v.data, data => Sums {
-                weights,
-                in_pairs: v_order.in_pairs(),
-                rows: Rows::new(data, &source.v.paged, unit.heads.clone(), group, &now.v, now.len, v_next),
-                sums,
-            }.run(simd));
+            with_elements!(Elements, source.v.data, data => {
+                let rows = Rows::new(data, &source.v.paged, unit.heads.clone(), group, &now.v, now.len, v_next);
+                if rounded {
+                    PairSums { weights, rows, sums }.run(simd);
+                } else {
+                    Sums { weights, in_pairs: !v_order.is_plain(), rows, sums }.run(simd);
+                }
+            });
         } else {
             load_scales(simd, source.v, (now, next), unit, v_scales);
             if let Some(rows) =
@@ -161,30 +177,89 @@ pub(super) fn run<S: Simd>(
         first += now.len;
         std::mem::swap(now, next);
     }
-    for (state, lane_sums) in states.iter_mut().zip(lane_sums.chunks_exact(S::LANES)) {
-        // SAFETY: a chunk has the lanes.
-        state.sum = simd.sum(unsafe { simd.load(lane_sums.as_ptr()) });
-    }
-    for sums in sums.chunks_exact_mut(head_dim_v) {
-        if v_order.in_pairs() {
-            v_order.restore::<S>(sums, &mut row[..head_dim_v]);
-        }
-    }
-    if let Scaling::Channel(scale) = source.v.scaling {
-        for (sums, head) in sums.chunks_exact_mut(head_dim_v).zip(q_heads) {
-            let scale = &scale[head / group * head_dim_v..][..head_dim_v];
-            sums.iter_mut().zip(scale).for_each(|(value, scale)| *value *= scale);
+    let rows =
+        states.iter_mut().zip(sums.chunks_exact_mut(head_dim_v)).zip(lane_sums.chunks_exact(3 * S::LANES));
+    for (((state, sums), lane_sums), head) in rows.zip(q_heads) {
+        let [sum, divisor, total] = three_sums(simd, lane_sums);
+        state.sum = sum;
+        state.divisor = if rounded { divisor } else { sum };
+        v_order.restore(sums, total, &mut row[..head_dim_v]);
+        match source.v.scaling {
+            Scaling::Head(scale) => sums.iter_mut().for_each(|value| *value *= scale[head / group]),
+            Scaling::Channel(scale) => {
+                let scale = &scale[head / group * head_dim_v..][..head_dim_v];
+                sums.iter_mut().zip(scale).for_each(|(value, scale)| *value *= scale);
+            }
+            _ => {}
         }
     }
 }
 
-/// The order that the rows of a cache are taken in; those with groups become f32 first.
+/// The sums of three vectors.
 #[inline(always)]
-fn order<S: Simd>(cache: &Cache<'_>) -> Order {
-    if !cache.scaling.is_factor() {
-        return Order::of::<S, f32>(&[], cache.dim());
+fn three_sums<S: Simd>(simd: S, lanes: &[f32]) -> [f32; 3] {
+    let mut sums = [0.0; 3];
+    for (sum, lanes) in sums.iter_mut().zip(lanes.chunks_exact(S::LANES)) {
+        // SAFETY: a chunk has the lanes.
+        *sum = simd.sum(unsafe { simd.load(lanes.as_ptr()) });
     }
-    with_elements!(Elements, cache.data, data => Order::of::<S, _>(data, cache.dim()))
+    sums
+}
+
+/// How rows of K are multiplied with queries, and the order that queries stand in.
+#[inline(always)]
+fn order_of_k<S: Simd>(cache: &Cache<'_>, exact: bool) -> (How, Order) {
+    /// A slice stands for its type.
+    #[inline(always)]
+    fn of<S: Simd, T: Code>(_: &[T], dim: usize, exact: bool) -> (How, Order) {
+        let order =
+            if exact || T::widens_by_pairs::<S>() { Order::of_pairs::<S, T>(dim) } else { Order::PLAIN };
+        let how = match (order.is_plain(), exact) {
+            (true, _) => How::Elements,
+            (false, true) => How::Pairs,
+            (false, false) => How::PairsOfK,
+        };
+        (how, order)
+    }
+    if !cache.scaling.is_factor() {
+        return (How::Elements, Order::PLAIN);
+    }
+    with_elements!(Elements, cache.data, data => of::<S, _>(data, cache.dim(), exact))
+}
+
+/// Whether weights of V are rounded, for pairs of keys, and the order that the sums stand in.
+#[inline(always)]
+fn order_of_v<S: Simd>(cache: &Cache<'_>, rounds: bool) -> (bool, Order) {
+    /// A slice stands for its type.
+    #[inline(always)]
+    fn of<S: Simd, T: Code>(_: &[T], dim: usize, rounds: bool) -> (bool, Order) {
+        let order = if S::BF16 && rounds { Order::of_row_pairs::<S, T>(dim) } else { Order::PLAIN };
+        if order.is_plain() && T::widens_by_pairs::<S>() {
+            return (false, Order::of_pairs::<S, T>(dim));
+        }
+        (!order.is_plain(), order)
+    }
+    if !cache.scaling.is_factor() {
+        return (false, Order::PLAIN);
+    }
+    with_elements!(Elements, cache.data, data => of::<S, _>(data, cache.dim(), rounds))
+}
+
+/// The factors of the tokens of a tile, `[num_heads, TILE]`.
+fn load_factors(cache: &Cache<'_>, tile: &Tile, unit: &Unit, factors: &mut [f32]) {
+    for (factors, head) in factors.chunks_exact_mut(TILE).zip(unit.heads.clone()) {
+        factors.iter_mut().zip(&tile.slots).for_each(|(factor, &slot)| *factor = cache.factor(slot, head));
+    }
+}
+
+/// What makes a weight times a factor the weight again; 0 where the product may be no number that says so.
+fn undoing(factor: f32) -> f32 {
+    const FAR: f32 = 1e15; // its square is a number
+    if (1.0 / FAR..=FAR).contains(&factor.abs()) {
+        1.0 / factor
+    } else {
+        0.0
+    }
 }
 
 /// The scales of a tile of a cache with groups.
@@ -208,13 +283,14 @@ struct Weights<'a, 'b> {
     len: usize,
     /// From the first key of the tile to the query, in tokens.
     distance: usize,
-    /// `[num_heads, TILE]`: what K and V of a token are multiplied with.
+    /// `[num_heads, TILE]`: what K and V of a token are multiplied with; and what undoes the latter, 0 where nothing does.
     k_factors: &'a [f32],
     v_factors: &'a [f32],
+    undo_v_factors: &'a [f32],
     /// `[num_q_heads, TILE]`.
     weights: &'a mut [f32],
     states: &'a mut [State],
-    /// `[num_q_heads, lanes]`.
+    /// `[num_q_heads, 3, lanes]`: the weights; where they are rounded, what to divide by, and the rounded ones times factors.
     lane_sums: &'a mut [f32],
     sums: &'a mut [f32],
 }
@@ -224,16 +300,36 @@ impl Task for Weights<'_, '_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
+        self.weigh::<S, false>(simd);
+    }
+}
+
+/// The same with weights, times the factors of V, rounded to pairs of bf16: as `PairSums` wants them.
+struct Rounded<'a, 'b>(Weights<'a, 'b>);
+
+impl Task for Rounded<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        self.0.weigh::<S, true>(simd);
+    }
+}
+
+impl Weights<'_, '_> {
+    #[inline(always)]
+    fn weigh<S: Simd, const ROUNDED: bool>(self, simd: S) {
         let options = &self.call.options;
         let (head_dim_v, group) = (self.call.head_dim_v(), self.call.group());
         let scale = simd.splat(options.scale);
         let rows = (self.weights.chunks_exact_mut(TILE).zip(self.states))
-            .zip(self.sums.chunks_exact_mut(head_dim_v).zip(self.lane_sums.chunks_exact_mut(S::LANES)));
+            .zip(self.sums.chunks_exact_mut(head_dim_v).zip(self.lane_sums.chunks_exact_mut(3 * S::LANES)));
         let padded = self.len.next_multiple_of(S::LANES);
         for (index, ((weights, state), (sums, lane_sums))) in rows.enumerate() {
             let slope = options.alibi_slopes.map(|slopes| slopes[self.head + index]);
             let k_factors = self.k_factors[index / group * TILE..][..TILE].as_ptr();
             let v_factors = self.v_factors[index / group * TILE..][..TILE].as_ptr();
+            let undo = self.undo_v_factors[index / group * TILE..][..TILE].as_ptr();
             // SAFETY: padded is at most TILE, and a multiple of the lanes; of the sums there are as many.
             unsafe {
                 let weights_at = weights.as_mut_ptr();
@@ -264,12 +360,29 @@ impl Task for Weights<'_, '_> {
                 }
                 let base = simd.splat(base);
                 let mut sum = simd.mul(simd.splat(rescale), simd.load(lane_sums.as_ptr()));
+                let rounded_at = lane_sums.as_mut_ptr().add(S::LANES);
+                let mut divisor = simd.mul(simd.splat(rescale), simd.load(rounded_at));
+                let mut total = simd.mul(simd.splat(rescale), simd.load(rounded_at.add(S::LANES)));
                 for at in (0..padded).step_by(S::LANES) {
                     let weight = exp(simd, simd.sub(simd.load(weights_at.add(at)), base));
                     sum = simd.add(sum, weight);
-                    simd.store(weights_at.add(at), simd.mul(weight, simd.load(v_factors.add(at))));
+                    let factored = simd.mul(weight, simd.load(v_factors.add(at)));
+                    if ROUNDED {
+                        // Half as wide, in the place of what has been read.
+                        let stored = simd.store_bf16(weights_at.cast::<u16>().add(at), factored);
+                        let undo = simd.load(undo.add(at));
+                        let has_undo = simd.less(simd.splat(0.0), simd.mul(undo, undo));
+                        divisor = simd.add(divisor, simd.select(has_undo, simd.mul(stored, undo), weight));
+                        total = simd.add(total, stored);
+                    } else {
+                        simd.store(weights_at.add(at), factored);
+                    }
                 }
                 simd.store(lane_sums.as_mut_ptr(), sum);
+                if ROUNDED {
+                    simd.store(rounded_at, divisor);
+                    simd.store(rounded_at.add(S::LANES), total);
+                }
             }
         }
     }

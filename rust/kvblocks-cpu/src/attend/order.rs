@@ -8,54 +8,70 @@ use crate::simd::Simd;
 
 /// How the elements of a row stand in a query's scratch, or in sums.
 pub(super) struct Order {
-    /// If rows go in pairs, the elements that are low halves, by vector and lane; the high ones come next in the row.
-    pairs: Vec<usize>,
+    /// The element at each place, unless it is the place itself. In pairs of elements, a vector of low halves and one of
+    /// the elements after them take turns.
+    elements: Vec<usize>,
+    /// What pairs are more than the values.
+    offset: f32,
 }
 
 impl Order {
-    /// The order for rows of a slice's elements.
-    pub(super) fn of<S: Simd, T: Code>(_: &[T], dim: usize) -> Self {
-        let vectors = T::vectors_of_pairs::<S>();
-        let block = vectors * 2 * S::LANES;
-        let num_pairs = if block > 0 && dim.is_multiple_of(block) { dim / 2 } else { 0 };
-        let element = |pair: usize| {
-            let (vector, lane) = (pair / S::LANES, pair % S::LANES);
-            vector / vectors * block + T::place_of_pair(vector % vectors, lane)
-        };
-        Self { pairs: (0..num_pairs).map(element).collect() }
+    /// The order of a row.
+    pub(super) const PLAIN: Self = Self { elements: Vec::new(), offset: 0.0 };
+
+    /// The order for rows of a type whose elements go in pairs with their neighbours; plain where they cannot.
+    pub(super) fn of_pairs<S: Simd, T: Code>(dim: usize) -> Self {
+        Self::new::<S, T>(dim, |vector, lane| T::place_of_pair(vector / 2, lane) + vector % 2)
     }
 
-    pub(super) fn in_pairs(&self) -> bool {
-        !self.pairs.is_empty()
+    /// The order for rows of a type whose elements go in pairs with those of another row; plain where they cannot.
+    pub(super) fn of_row_pairs<S: Simd, T: Code>(dim: usize) -> Self {
+        Self::new::<S, T>(dim, T::place_of_row_pair)
     }
 
-    /// Put a query where `Logits` wants it: in pairs of bf16 if that is exact, and in f32 otherwise.
+    fn new<S: Simd, T: Code>(dim: usize, place: fn(usize, usize) -> usize) -> Self {
+        let block = T::vectors_of_pairs::<S>() * 2 * S::LANES;
+        if block == 0 || !dim.is_multiple_of(block) {
+            return Self::PLAIN;
+        }
+        let element = |at: usize| at / block * block + place(at % block / S::LANES, at % S::LANES);
+        Self { elements: (0..dim).map(element).collect(), offset: T::PAIR_OFFSET }
+    }
+
+    pub(super) fn is_plain(&self) -> bool {
+        self.elements.is_empty()
+    }
+
+    /// Put a query of f32 in order.
     #[inline(always)]
-    pub(super) fn arrange<S: Simd>(&self, row: &[f32], exact: bool, to: &mut [f32]) {
-        for (vector, pairs) in self.pairs.chunks_exact(S::LANES).enumerate() {
-            for (lane, &element) in pairs.iter().enumerate() {
-                let pair = [row[element], row[element + 1]];
-                if exact {
-                    to[vector * S::LANES + lane] =
-                        f32::from_bits(pair[0].to_bits() >> 16 | pair[1].to_bits());
-                } else {
-                    to[2 * vector * S::LANES + lane] = pair[0];
-                    to[(2 * vector + 1) * S::LANES + lane] = pair[1];
-                }
-            }
+    pub(super) fn arrange(&self, row: &[f32], to: &mut [f32]) {
+        to.iter_mut().zip(&self.elements).for_each(|(to, &element)| *to = row[element]);
+    }
+
+    /// Put a query of bf16 numbers in order, in pairs with their neighbours; then a vector to begin sums of products with,
+    /// which takes off what pairs of K are more than its values.
+    #[inline(always)]
+    pub(super) fn arrange_pairs<S: Simd>(&self, row: &[f32], to: &mut [f32]) {
+        let (pairs, start) = to.split_at_mut(self.elements.len() / 2);
+        let lows = self.elements.chunks_exact(S::LANES).step_by(2).flatten();
+        for (at, (to, &element)) in pairs.iter_mut().zip(lows).enumerate() {
+            let [low, high] = [row[element], row[element + 1]];
+            *to = f32::from_bits(low.to_bits() >> 16 | high.to_bits());
+            start[at % S::LANES] -= self.offset * (low + high);
         }
     }
 
-    /// Put sums in pairs back into the order of the elements; `row` is scratch of the same length.
+    /// Put sums back into the order of the elements; `total` is that of the weights, `row` scratch of the same length.
     #[inline(always)]
-    pub(super) fn restore<S: Simd>(&self, sums: &mut [f32], row: &mut [f32]) {
-        for (vector, pairs) in self.pairs.chunks_exact(S::LANES).enumerate() {
-            for (lane, &element) in pairs.iter().enumerate() {
-                row[element] = sums[2 * vector * S::LANES + lane];
-                row[element + 1] = sums[(2 * vector + 1) * S::LANES + lane];
-            }
+    pub(super) fn restore(&self, sums: &mut [f32], total: f32, row: &mut [f32]) {
+        if self.is_plain() {
+            return;
         }
+        sums.iter().zip(&self.elements).for_each(|(&sum, &element)| row[element] = sum);
         sums.copy_from_slice(row);
+        if self.offset != 0.0 {
+            sums.iter_mut().for_each(|sum| *sum -= self.offset * total);
+        }
     }
 }
 

@@ -1,12 +1,12 @@
-//! The two products of one query with the rows of a tile: q.k, and weights times values. Imports `rows`, `tile`, `code`
-//! and `simd`.
+//! The two products of one query with the rows of a tile in float32: q.k, and weights times values. Imports `pairs`, `rows`,
+//! `tile`, `code` and `simd`.
 //!
-//! Rows go through f32 (lanes are elements), or, where whole blocks of a row have a quick way to pairs of bf16, in pairs.
-//! Invariant: no value of K, V or a query is rounded; where the processor multiplies pairs, queries go in pairs too if
-//! they are bf16 numbers.
+//! Lanes are elements, in the order of a row, or, where that is the quick way to f32, as they leave pairs of bf16.
+//! Invariant: nothing is rounded but products and sums.
 
 use std::ops::Range;
 
+use super::pairs::dot_rows;
 use super::rows::{Place, Rows, LINE_BYTES};
 use super::tile::TILE;
 use crate::code::Code;
@@ -34,6 +34,7 @@ macro_rules! for_heads {
         }
     }};
 }
+pub(super) use for_heads;
 
 /// Run a body with `$dim` standing for the elements of a row; for four heads and the usual rows as a constant, so that
 /// loops over a row, which are short, are unrolled.
@@ -52,6 +53,7 @@ macro_rules! with_dim {
         }
     };
 }
+pub(super) use with_dim;
 
 /// Tokens whose V is taken at once where the heads of a token lie side by side.
 const V_TOKENS: usize = 8;
@@ -62,30 +64,38 @@ const LONG_ROW_BYTES: usize = 512;
 
 /// q.k of some heads and the keys of a tile.
 pub(super) struct Logits<'a, T> {
-    /// `[num_q_heads, q_stride]`, arranged by the order of K.
+    /// `[num_q_heads, q_stride]`, arranged as `how` wants it.
     pub q: &'a [f32],
     pub q_stride: usize,
-    pub in_pairs: bool,
-    /// Whether the queries are in pairs as well.
-    pub exact: bool,
+    pub how: How,
     pub rows: Rows<'a, T>,
     /// `[num_q_heads, TILE]`.
     pub logits: &'a mut [f32],
 }
 
 /// How queries and keys are multiplied.
-const ELEMENTS: u8 = 0;
-const PAIRS_OF_K: u8 = 1;
-const PAIRS: u8 = 2;
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum How {
+    /// In f32, in the order of a row.
+    Elements,
+    /// In f32, as keys leave pairs of bf16.
+    PairsOfK,
+    /// Both in pairs of bf16.
+    Pairs,
+}
+
+const ELEMENTS: u8 = How::Elements as u8;
+const PAIRS_OF_K: u8 = How::PairsOfK as u8;
+const PAIRS: u8 = How::Pairs as u8;
 
 impl<T: Code> Logits<'_, T> {
     pub(super) fn run<S: Simd>(mut self, simd: S) {
         let long = S::LANES == MAX_LANES && self.rows.row_bytes() >= LONG_ROW_BYTES;
-        for_heads!(self.rows.group, first, HEADS => match (self.in_pairs, self.exact) {
-            (true, true) => simd.vectorize(LogitsOf::<T, HEADS, 4, PAIRS> { all: &mut self, first }),
-            (true, false) => simd.vectorize(LogitsOf::<T, HEADS, 4, PAIRS_OF_K> { all: &mut self, first }),
-            (false, _) if long => simd.vectorize(LogitsOf::<T, HEADS, 2, ELEMENTS> { all: &mut self, first }),
-            (false, _) => simd.vectorize(LogitsOf::<T, HEADS, 4, ELEMENTS> { all: &mut self, first }),
+        for_heads!(self.rows.group, first, HEADS => match self.how {
+            How::Pairs => simd.vectorize(LogitsOf::<T, HEADS, 4, PAIRS> { all: &mut self, first }),
+            How::PairsOfK => simd.vectorize(LogitsOf::<T, HEADS, 4, PAIRS_OF_K> { all: &mut self, first }),
+            How::Elements if long => simd.vectorize(LogitsOf::<T, HEADS, 2, ELEMENTS> { all: &mut self, first }),
+            How::Elements => simd.vectorize(LogitsOf::<T, HEADS, 4, ELEMENTS> { all: &mut self, first }),
         });
     }
 }
@@ -115,10 +125,10 @@ impl<T: Code, const HEADS: usize, const KEYS: usize, const HOW: u8> Task
                 unsafe {
                     let q = q.as_ptr().add(q_head * *q_stride);
                     let places = rows.at::<KEYS>(head, first);
-                    let products = if HOW == ELEMENTS {
-                        by_element::<S, T, HEADS, KEYS>(simd, dim, q, *q_stride, places)
-                    } else {
-                        by_pair::<S, T, HEADS, KEYS, HOW>(simd, dim, q, *q_stride, places)
+                    let products = match HOW {
+                        ELEMENTS => by_element::<S, T, HEADS, KEYS>(simd, dim, q, *q_stride, places),
+                        PAIRS_OF_K => by_pair::<S, T, HEADS, KEYS>(simd, dim, q, *q_stride, places),
+                        _ => dot_rows::<S, T, HEADS, KEYS>(simd, dim, q, *q_stride, places),
                     };
                     store(simd, products, logits.as_mut_ptr().add(q_head * TILE + first));
                 }
@@ -163,9 +173,9 @@ unsafe fn by_element<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
 }
 
 /// # Safety
-/// As `by_element`, of rows of whole blocks, with queries that are arranged for them.
+/// As `by_element`, of rows of whole blocks, with queries in the order of their pairs.
 #[inline(always)]
-unsafe fn by_pair<S: Simd, T: Code, const HEADS: usize, const KEYS: usize, const HOW: u8>(
+unsafe fn by_pair<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
     simd: S,
     dim: usize,
     q: *const f32,
@@ -183,22 +193,12 @@ unsafe fn by_pair<S: Simd, T: Code, const HEADS: usize, const KEYS: usize, const
                 *k = T::load_pairs(simd, place.row.add(at));
             }
             for vector in 0..vectors {
-                let pairs = at / 2 + vector * S::LANES;
-                if HOW == PAIRS {
-                    for (head, products) in products.iter_mut().enumerate() {
-                        let q = simd.load_bits(q.add(head * q_stride + pairs).cast());
-                        for (product, k) in products.iter_mut().zip(&k) {
-                            *product = simd.dot_pairs(q, k[vector], *product);
-                        }
-                    }
-                } else {
-                    let mut halves = [[simd.splat(0.0); KEYS]; 2];
-                    for (key, k) in k.iter().enumerate() {
-                        [halves[0][key], halves[1][key]] = simd.unpair(k[vector]);
-                    }
-                    for (half, k) in halves.into_iter().enumerate() {
-                        multiply(simd, q.add(2 * pairs + half * S::LANES), q_stride, k, &mut products);
-                    }
+                let mut halves = [[simd.splat(0.0); KEYS]; 2];
+                for (key, k) in k.iter().enumerate() {
+                    [halves[0][key], halves[1][key]] = simd.unpair(k[vector]);
+                }
+                for (half, k) in halves.into_iter().enumerate() {
+                    multiply(simd, q.add(at + (2 * vector + half) * S::LANES), q_stride, k, &mut products);
                 }
             }
         }

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::lines::Lines;
 use super::tile::{Tile, TILE};
-use super::{soft_cap, Call, Partials, Unit};
+use super::{soft_cap, Call, Partials, State, Unit};
 use crate::math::exp;
 use crate::paged::Cache;
 use crate::simd::{Simd, Task};
@@ -160,8 +160,8 @@ impl Rows<'_, '_> {
             // SAFETY: no other unit has this head of this partial result.
             let (states, out) =
                 unsafe { partials.of(call, unit.partial + query * unit.partial_step, q_head..q_head + 1) };
-            states[0].highest = lanes.highest[lane];
-            states[0].sum = lanes.sum[lane];
+            let (highest, sum) = (lanes.highest[lane], lanes.sum[lane]);
+            states[0] = State { highest, sum, divisor: sum };
             for (element, value) in out.iter_mut().enumerate() {
                 *value = sums[element * width + lane];
             }

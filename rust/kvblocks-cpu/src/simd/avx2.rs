@@ -366,8 +366,20 @@ impl Simd for Avx2 {
         c
     }
 
-    unsafe fn look_up_pairs(self, _: *const u8, _: &[[u8; 128]; 2]) -> [__m256i; 2] {
-        [self.splat_bits(0); 2]
+    fn interleave<const BITS: usize>(self, a: __m256i, b: __m256i) -> [__m256i; 2] {
+        [a, b]
+    }
+
+    fn look_up_pairs(self, codes: __m256i, _: &[[u8; 128]; 2]) -> [__m256i; 2] {
+        [codes; 2]
+    }
+
+    fn sign_magnitude(self, a: __m256i) -> __m256i {
+        a
+    }
+
+    unsafe fn store_bf16(self, _: *mut u16, a: __m256) -> __m256 {
+        a
     }
 
     #[inline(always)]

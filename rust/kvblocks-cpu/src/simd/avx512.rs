@@ -54,6 +54,17 @@ macro_rules! on_memory {
     }};
 }
 
+/// What bytes are in a table of their low 7 bits.
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+#[inline]
+fn look_up_bytes(codes: __m512i, table: &[u8; 128]) -> __m512i {
+    // SAFETY: the table has the bytes of two vectors.
+    let [first, second] = unsafe {
+        [_mm512_loadu_si512(table.as_ptr().cast()), _mm512_loadu_si512(table.as_ptr().add(64).cast())]
+    };
+    _mm512_permutex2var_epi8(first, codes, second)
+}
+
 impl<const BF16: bool> Simd for Avx512<BF16> {
     type F = __m512;
     type I = __m512i;
@@ -376,25 +387,43 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn look_up_pairs(self, from: *const u8, tables: &[[u8; 128]; 2]) -> [__m512i; 2] {
-        on_memory!(if BF16 {
-            let codes = _mm512_loadu_si512(from.cast());
-            let [low, high] = [tables[0].as_ptr(), tables[1].as_ptr()];
-            let low = _mm512_permutex2var_epi8(
-                _mm512_loadu_si512(low.cast()),
-                codes,
-                _mm512_loadu_si512(low.add(64).cast()),
-            );
-            let high = _mm512_permutex2var_epi8(
-                _mm512_loadu_si512(high.cast()),
-                codes,
-                _mm512_loadu_si512(high.add(64).cast()),
-            );
+    fn interleave<const BITS: usize>(self, a: __m512i, b: __m512i) -> [__m512i; 2] {
+        on_registers!(if BITS == 8 {
+            [_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)]
+        } else {
+            [_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)]
+        })
+    }
+
+    #[inline(always)]
+    fn look_up_pairs(self, codes: __m512i, tables: &[[u8; 128]; 2]) -> [__m512i; 2] {
+        on_registers!(if BF16 {
+            let [low, high] = [look_up_bytes(codes, &tables[0]), look_up_bytes(codes, &tables[1])];
             // high | (codes & 0x80)
             let high = _mm512_ternarylogic_epi64::<0xF8>(high, codes, _mm512_set1_epi8(-128));
-            [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
+            self.interleave::<8>(low, high)
         } else {
-            [self.splat_bits(0); 2]
+            [codes; 2]
+        })
+    }
+
+    #[inline(always)]
+    fn sign_magnitude(self, a: __m512i) -> __m512i {
+        on_registers!({
+            // 127 - a has the sign bit of a, and its other bits inverted.
+            let negative = _mm512_movepi8_mask(a);
+            _mm512_mask_sub_epi8(a, negative, _mm512_set1_epi8(127), a)
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16, a: __m512) -> __m512 {
+        on_memory!(if BF16 {
+            let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(a));
+            _mm256_storeu_si256(to.cast(), rounded);
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(rounded)))
+        } else {
+            a
         })
     }
 

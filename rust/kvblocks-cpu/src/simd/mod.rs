@@ -32,7 +32,7 @@ pub(crate) trait Simd: Copy + Send + Sync {
     const LANES: usize;
     /// Vectors of queries that a tile of prefill holds: with four keys each, their sums leave registers for operands.
     const VECTORS: usize;
-    /// Whether there are `dot_pairs` and `look_up_pairs`.
+    /// Whether there are operations on pairs of bf16.
     const BF16: bool;
 
     /// Run a task in a function of its own that has the features of this instruction set: not inlined, as loops that
@@ -123,12 +123,24 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// The products of both halves of each lane as bf16, added to c; only where `BF16` is true.
     fn dot_pairs(self, a: Self::I, b: Self::I, c: Self::F) -> Self::F;
 
-    /// Look 4 * LANES bytes up in two tables of their low 7 bits, keep the sign bit in the second result, and pair the
-    /// two bytes of each: 2 * LANES elements of 16 bits each. Only where `BF16` is true; see `Code::paired` for the order.
+    /// The four operations below are only there where `BF16` is true.
+    ///
+    /// Interleave the bytes (8 bits) or halves of lanes (16) of two vectors, within each 16 bytes of them: what comes of
+    /// the first 8 bytes, and of the others.
+    fn interleave<const BITS: usize>(self, a: Self::I, b: Self::I) -> [Self::I; 2];
+
+    /// Look bytes up in two tables of their low 7 bits, keep the sign bit in the second result, and interleave both
+    /// results: 4 * LANES elements of 16 bits.
+    fn look_up_pairs(self, codes: Self::I, tables: &[[u8; 128]; 2]) -> [Self::I; 2];
+
+    /// Bytes i >= 0 stay, and -1 - i become i with the sign bit.
+    fn sign_magnitude(self, a: Self::I) -> Self::I;
+
+    /// Store as bf16, rounded to nearest even, subnormal numbers as 0; what was stored comes back.
     ///
     /// # Safety
-    /// 4 * LANES bytes are readable.
-    unsafe fn look_up_pairs(self, from: *const u8, tables: &[[u8; 128]; 2]) -> [Self::I; 2];
+    /// `LANES` elements are writable.
+    unsafe fn store_bf16(self, to: *mut u16, a: Self::F) -> Self::F;
 
     /// Ask for the cache line of an address, valid or not, in the first-level cache.
     fn prefetch_near(self, address: *const u8);

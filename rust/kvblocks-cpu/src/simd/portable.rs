@@ -311,8 +311,20 @@ impl Simd for Portable {
         c
     }
 
-    unsafe fn look_up_pairs(self, _: *const u8, _: &[[u8; 128]; 2]) -> [I; 2] {
-        [self.splat_bits(0); 2]
+    fn interleave<const BITS: usize>(self, a: I, b: I) -> [I; 2] {
+        [a, b]
+    }
+
+    fn look_up_pairs(self, codes: I, _: &[[u8; 128]; 2]) -> [I; 2] {
+        [codes; 2]
+    }
+
+    fn sign_magnitude(self, a: I) -> I {
+        a
+    }
+
+    unsafe fn store_bf16(self, _: *mut u16, a: F) -> F {
+        a
     }
 
     #[inline(always)]
