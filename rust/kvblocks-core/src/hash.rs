@@ -1,5 +1,5 @@
 //! Block hashes: the chained digest that finds a block in the prefix cache. Imports `error`,
-//! `keys`.
+//! `keys`, `prefetch`.
 //!
 //! Encoding, equal on every platform. The digest of block k covers, in this order: the digest of block k-1 (of the
 //! *root* for k = 0); each of its `block_size` token ids as 4 bytes little-endian; its extra keys, framed (see `keys`).
@@ -17,6 +17,7 @@ use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 use crate::error::{Error, Result};
 use crate::keys::Keys;
+use crate::prefetch::prefetch;
 
 /// Digest of a block: 16 bytes for XXH3 (`high` is 0), 32 for SHA-256.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -47,6 +48,12 @@ impl Algorithm {
         }
     }
 }
+
+/// Token ids in a cache line.
+const TOKENS_PER_LINE: usize = 16;
+
+/// Token ids to ask for ahead: those of 24 lines, as memory takes as long as hashing so many.
+const TOKENS_AHEAD: usize = 24 * TOKENS_PER_LINE;
 
 /// The hash function and its seed: equal ones give equal digests in every process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,8 +133,8 @@ impl BlockHasher {
 
     /// Add the digests of the full blocks of `tokens` that `digests` does not hold yet, and return the tokens as the
     /// caller's own. `parent` comes before the first block of all; `extras` are framed media keys in the order of blocks.
-    /// Tokens are copied block by block as they are hashed: each waits for the digest before it, memory meanwhile is
-    /// read for nothing. O(tokens).
+    /// Tokens are copied block by block as they are hashed, and asked for ahead: each block waits for the digest before it,
+    /// memory meanwhile is read for nothing. O(tokens).
     pub(crate) fn extend(
         &self,
         digests: &mut Vec<Digest>,
@@ -144,7 +151,12 @@ impl BlockHasher {
             Cow::Borrowed(tokens) => {
                 let mut own = Vec::with_capacity(tokens.len());
                 own.extend_from_slice(&tokens[..digests.len() * block_size]);
+                let ask = |from: usize, len| {
+                    (from..from + len).step_by(TOKENS_PER_LINE).for_each(|at| prefetch(tokens, at));
+                };
+                ask(own.len(), TOKENS_AHEAD);
                 self.extend_from(digests, parent, tokens, extras, block_size, |block| {
+                    ask(own.len() + TOKENS_AHEAD, block.len());
                     own.extend_from_slice(block);
                 });
                 own.extend_from_slice(&tokens[own.len()..]);

@@ -198,13 +198,11 @@ impl PyBlockManager {
         self.check_process()?;
         let tokens = TokenIds::unchecked(tokens)?;
         let keys = arrays::keys(adapter, salt, media)?;
-        // Letting go of the interpreter costs more than a short prompt, and asks for a copy.
-        let prompt = match tokens.get().len() {
-            ..4096 => self.preparer.prepare(tokens.get(), keys),
-            _ => {
-                let ids = arrays::copied("tokens", tokens.get().iter().copied())?;
-                py.detach(|| self.preparer.prepare(ids, keys))
-            }
+        let prompt = if is_brief(self.hasher.algorithm, tokens.get().len()) {
+            self.preparer.prepare(tokens.get(), keys)
+        } else {
+            let ids = arrays::copied("tokens", tokens.get().iter().copied())?;
+            py.detach(|| self.preparer.prepare(ids, keys))
         };
         let prompt = prompt.map_err(to_python)?;
         tokens.check(prompt.ids())?;
@@ -480,6 +478,15 @@ impl PyBlockManager {
     }
 }
 
+/// Whether hashing takes less than some 30 microseconds: to let go of the interpreter asks for a copy first, and for
+/// waiting to have it back.
+fn is_brief(algorithm: Algorithm, num_tokens: usize) -> bool {
+    match algorithm {
+        Algorithm::Sha256 => num_tokens <= 4096,
+        _ => num_tokens <= 65_536,
+    }
+}
+
 /// The digests that a manager with this seed gives the full blocks of a prompt.
 #[pyfunction]
 #[pyo3(signature = (
@@ -502,14 +509,10 @@ pub fn block_hashes<'py>(
     let hasher =
         BlockHasher { algorithm: word("algorithm", algorithm, &ALGORITHMS)?, seed: arrays::seed(seed)? };
     let block_size = block_size.size("block_size")?;
-    let brief = match hasher.algorithm {
-        Algorithm::Sha256 => 4096,
-        _ => 65_536,
-    };
-    let digests = if ids.get().len() <= brief {
+    let digests = if is_brief(hasher.algorithm, ids.get().len()) {
         hasher.chain(ids.get(), &keys, parent, block_size)
     } else {
-        // Long: let go of the interpreter, with a copy that nobody else can write to.
+        // With a copy that nobody else can write to.
         let ids = ids.into_vec()?;
         py.detach(|| hasher.chain(&ids, &keys, parent, block_size))
     };
