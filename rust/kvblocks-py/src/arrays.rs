@@ -1,16 +1,18 @@
-//! Python arguments as Rust slices: handles, counts, token ids, integers, keys.
+//! Python arguments as Rust slices: handles, counts, token ids, integers, keys. Imports `memory`.
 //!
 //! Invariant: an array of the wrong dtype or rank is a TypeError that names the argument; a number out of range is a
 //! ValueError; nothing is cast silently. Handles, counts and indices are copied: what the core has checked, another thread
 //! or a device may still write to. Token ids of contiguous arrays, `array.array`s among them, are read where they are;
 //! lists and other sequences are converted.
 
-use bytemuck::TransparentWrapper;
+use bytemuck::{Pod, TransparentWrapper};
 use kvblocks_core::{Counts, KeyValue, Keys, Media, SeqHandle};
-use numpy::{Element, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
+use numpy::{Element, PyArray1, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PyString};
+
+use crate::memory::{items, no_memory, Copied};
 
 /// An integer argument; one beyond int64 is clamped, so that the range check that follows names it.
 pub struct Int(pub i64);
@@ -75,18 +77,17 @@ fn viewed<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
 
 /// Numbers of one type: the caller's array where it is contiguous, else a copy.
 pub enum Numbers<'py, T: Element> {
-    Borrowed(PyReadonlyArray1<'py, T>),
+    Borrowed(Bound<'py, PyArray1<T>>),
     Owned(Vec<T>),
 }
 
-impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
+impl<'py, T: Element + Pod + TryFrom<i64>> Numbers<'py, T> {
     /// An array [n] of exactly this dtype, or a sequence of ints that fit into it.
     pub fn new(argument: &str, dtype: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
         if let Ok(array) = object.cast::<PyArray1<T>>() {
-            let array = array.try_readonly()?;
-            return match array.as_slice() {
-                Ok(_) => Ok(Self::Borrowed(array)),
-                Err(_) => copied(argument, array.as_array().iter().copied()).map(Self::Owned),
+            return match items(array) {
+                Some(_) => Ok(Self::Borrowed(array.clone())),
+                None => copied(argument, array.try_readonly()?.as_array().iter().copied()).map(Self::Owned),
             };
         }
         if let Ok(array) = object.cast::<PyUntypedArray>() {
@@ -97,7 +98,7 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
             )));
         }
         if let Ok(array) = viewed(object)?.cast::<PyArray1<T>>() {
-            return Ok(Self::Borrowed(array.try_readonly()?));
+            return Ok(Self::Borrowed(array.clone()));
         }
         let wrong = |name: String, object: &Bound<'py, PyAny>, expected: &str| {
             let found = object.get_type().name().map(|name| name.to_string()).unwrap_or_default();
@@ -124,18 +125,16 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
         items.collect::<PyResult<_>>().map(Self::Owned)
     }
 
-    /// As `new`, as the caller's own: the core relies on what it has checked.
-    pub fn owned(argument: &str, dtype: &str, object: &Bound<'py, PyAny>) -> PyResult<Vec<T>> {
-        match Self::new(argument, dtype, object)? {
-            Self::Borrowed(array) => copied(argument, array.as_slice()?.iter().copied()),
-            Self::Owned(numbers) => Ok(numbers),
-        }
+    /// As `new`, as a copy: the core relies on what it has checked.
+    pub fn copied(argument: &str, dtype: &str, object: &Bound<'py, PyAny>) -> PyResult<Copied<T>> {
+        Copied::new(argument, Self::new(argument, dtype, object)?.get())
     }
 
+    /// The numbers where they stand, to be used before the interpreter is let go of; see `memory`.
     pub fn get(&self) -> &[T] {
         match self {
-            // Contiguous, or it would not have been borrowed.
-            Self::Borrowed(array) => array.as_slice().unwrap_or_default(),
+            // Contiguous, unless somebody has given it another shape since.
+            Self::Borrowed(array) => items(array).unwrap_or_default(),
             Self::Owned(numbers) => numbers,
         }
     }
@@ -144,8 +143,7 @@ impl<'py, T: Element + Copy + TryFrom<i64>> Numbers<'py, T> {
 /// The items of an array, whose length is the caller's, as a copy: a MemoryError where there is no room for it.
 pub fn copied<T>(argument: &str, items: impl ExactSizeIterator<Item = T>) -> PyResult<Vec<T>> {
     let (len, mut copy) = (items.len(), Vec::new());
-    copy.try_reserve_exact(len)
-        .map_err(|_| PyMemoryError::new_err(format!("{argument} has {len} entries: no memory for a copy")))?;
+    copy.try_reserve_exact(len).map_err(|_| no_memory(argument, len))?;
     copy.extend(items);
     Ok(copy)
 }
@@ -164,14 +162,14 @@ fn single(object: &Bound<'_, PyAny>) -> Option<i64> {
 /// `handles`: int64 array [n], a sequence of ints, or one int.
 pub enum Handles {
     One([i64; 1]),
-    Many(Vec<i64>),
+    Many(Copied<i64>),
 }
 
 impl Handles {
     pub fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         match single(object) {
             Some(one) => Ok(Self::One([one])),
-            None => Numbers::owned("handles", "int64", object).map(Self::Many),
+            None => Numbers::copied("handles", "int64", object).map(Self::Many),
         }
     }
 
@@ -186,14 +184,14 @@ impl Handles {
 /// Counts of a batch: int32 array [n], a sequence of ints, or one int for all rows.
 pub enum CountArgument {
     All(i32),
-    Each(Vec<i32>),
+    Each(Copied<i32>),
 }
 
 impl CountArgument {
     pub fn new(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
         match single(object) {
             Some(one) => narrow(argument, one).map(Self::All),
-            None => Numbers::owned(argument, "int32", object).map(Self::Each),
+            None => Numbers::copied(argument, "int32", object).map(Self::Each),
         }
     }
 

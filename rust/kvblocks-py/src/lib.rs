@@ -1,6 +1,6 @@
 //! The module `kvblocks._core`: the Rust crates as Python classes.
 //!
-//! Every class is frozen; what changes stands behind one lock. `arrays` turns arguments into slices, `answers` results
+//! Every class is frozen; what changes stands behind one lock. `arrays` and `memory` turn arguments into slices, `answers` results
 //! into objects, `errors` core errors into exceptions; `manager`, `step` and `cpu` hold no logic of their own.
 
 use pyo3::prelude::*;
@@ -10,6 +10,7 @@ mod arrays;
 mod cpu;
 mod errors;
 mod manager;
+mod memory;
 mod process;
 mod step;
 mod tensors;

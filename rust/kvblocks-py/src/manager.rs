@@ -298,7 +298,7 @@ impl PyBlockManager {
         parents: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let handles = Handles::new(handles)?;
-        let parents = Numbers::owned("parents", "int32", parents)?;
+        let parents = Numbers::copied("parents", "int32", parents)?;
         self.lock(py)?.reorder(handles.get(), &parents).map_err(to_python)
     }
 
@@ -339,7 +339,7 @@ impl PyBlockManager {
     ) -> PyResult<Bound<'py, PyArray2<i64>>> {
         let handles = Handles::new(handles)?;
         let counts = CountArgument::new("counts", counts)?;
-        let accepted = Numbers::owned("accepted", "int32", accepted)?;
+        let accepted = Numbers::copied("accepted", "int32", accepted)?;
         let mut slots = Vec::new();
         self.lock(py)?.move_slots(handles.get(), counts.get(), &accepted, &mut slots).map_err(to_python)?;
         PyArray1::from_iter(py, slots.iter().flatten().copied()).reshape([slots.len(), 2])

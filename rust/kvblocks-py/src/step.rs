@@ -1,15 +1,15 @@
 //! `StepBuffers`: the caller's NumPy arrays that steps are written into. Imports `answers`, `arrays`, `errors`,
-//! `manager`.
+//! `manager`, `memory`.
 //!
-//! Invariant: the arrays are kept, so that NumPy refuses to resize them, and shapes are checked once, here. All arrays of
-//! a step stand in one: one borrow here, and for all but the block tables, which come last, one copy to a device. Lock
-//! order: the buffers' lock, then the manager's.
+//! Invariant: the arrays are kept, so that NumPy refuses to resize them. All arrays of a step stand in one: one to check
+//! here, and for all but the block tables, which come last, one copy to a device. Lock order: the buffers' lock, then the
+//! manager's.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvblocks_core::{Policy, RowState, Scheduled, StepArrays, StepRequest};
-use numpy::{PyArray1, PyArrayMethods, PyReadwriteArray1, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -19,6 +19,7 @@ use crate::answers::PyScheduled;
 use crate::arrays::{word, CountArgument, Handles, Int};
 use crate::errors::to_python;
 use crate::manager::PyBlockManager;
+use crate::memory::items_mut;
 
 /// Where each array stands in the memory of a step, in elements of its own type: `slot_mapping` (int64) comes first, then
 /// the int32 arrays, each from an 8-byte boundary.
@@ -98,10 +99,8 @@ fn int64_array(object: &Bound<'_, PyAny>) -> PyResult<Py<PyArray1<i64>>> {
     object.cast::<PyArray1<i64>>().map(|array| array.clone().unbind()).map_err(wrong)
 }
 
-fn writable<'py>(
-    array: &Bound<'py, PyArray1<i64>>,
-    num_words: usize,
-) -> PyResult<PyReadwriteArray1<'py, i64>> {
+/// Refuse memory that a step cannot be written into; its shape may have changed since it was seen last.
+fn check_memory(array: &Bound<'_, PyArray1<i64>>, num_words: usize) -> PyResult<()> {
     let error = |what: &str| PyValueError::new_err(format!("memory {what}"));
     if !array.is_c_contiguous() || !array.data().is_aligned() {
         return Err(error("is not C-contiguous, or not aligned to 8 bytes"));
@@ -109,7 +108,7 @@ fn writable<'py>(
     if array.len() != num_words {
         return Err(error(&format!("has {} entries, expected {num_words}", array.len())));
     }
-    array.try_readwrite().map_err(|_| error("is read-only, or shares memory with an array in use"))
+    Ok(())
 }
 
 impl PyStepBuffers {
@@ -160,7 +159,12 @@ impl PyStepBuffers {
             return Err(PyValueError::new_err("memory is empty, expected one array or more"));
         }
         // All are borrowed before one is written to: no two may share memory.
-        let arrays = memory.iter().map(|array| writable(array.bind(py), layout.num_words()));
+        let arrays = memory.iter().map(|array| {
+            check_memory(array.bind(py), layout.num_words())?;
+            array.bind(py).try_readwrite().map_err(|_| {
+                PyValueError::new_err("memory is read-only, or shares memory with an array in use")
+            })
+        });
         let mut arrays: Vec<_> = arrays.collect::<PyResult<_>>()?;
         for array in &mut arrays {
             let rest: &mut [i32] = bytemuck::cast_slice_mut(&mut array.as_slice_mut()?[layout.max_tokens..]);
@@ -263,12 +267,17 @@ impl PyStepBuffers {
         // Before any lock: in a forked child both may be held for ever.
         manager.get().check_process()?;
         let mut ring = self.buffers()?.lock(py);
+        let mut manager = manager.get().lock(py)?;
         let Ring { current, held } = &mut *ring;
         // A step of its own goes into the arrays that have not been written for longest.
         let at = if append { *current } else { (*current + 1) % held.len() };
         let Held { rows, step, pad_seqs, pad_tokens } = &mut held[at];
-        let mut memory = writable(memory[at].bind(py), layout.num_words())?;
-        let (slot_mapping, rest) = memory.as_slice_mut()?.split_at_mut(layout.max_tokens);
+        // Not before: while a lock is waited for, another thread may use the array.
+        let mut memory = memory[at].bind(py).clone();
+        check_memory(&memory, layout.num_words())?;
+        let read_only = || PyValueError::new_err("memory is read-only");
+        let memory = items_mut(&mut memory).ok_or_else(read_only)?;
+        let (slot_mapping, rest) = memory.split_at_mut(layout.max_tokens);
         let rest: &mut [i32] = bytemuck::cast_slice_mut(rest);
         let overlap = |_| PyValueError::new_err("memory has the wrong length");
         let [positions, seq_lens, query_start_loc, copies, changes, block_tables] =
@@ -287,7 +296,6 @@ impl PyStepBuffers {
         if append && *pad_seqs > step.num_seqs {
             return Err(PyValueError::new_err("append finds a padded step: pad it in its last call"));
         }
-        let mut manager = manager.get().lock(py)?;
         let scheduled = match append {
             true => manager.append(&request, &mut out, step),
             false => manager.schedule(&request, &mut out),
