@@ -36,10 +36,16 @@ impl BlockSize {
     #[inline]
     pub fn offset(self, position: usize) -> usize {
         if self.shift == NO_SHIFT {
-            position % self.size
+            self.remainder(position)
         } else {
             position & (self.size - 1)
         }
+    }
+
+    /// A division, out of the way of loops over rows.
+    #[cold]
+    fn remainder(self, position: usize) -> usize {
+        position % self.size
     }
 
     /// Blocks that hold `tokens` tokens.

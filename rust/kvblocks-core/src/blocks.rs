@@ -1,11 +1,12 @@
-//! What is known of each block: one record a block and its token ids beside it. Imports `hash`, `ids`, `prefetch`,
-//! `words`.
+//! What is known of each block: one record a block and its token ids beside it. Imports `hash`, `ids`, `memory`,
+//! `prefetch`, `words`.
 //!
 //! Invariant: all memory is asked for once, as zero pages, and touched only where blocks are used. A record takes 48
 //! bytes: together with 4 of the reference count, 64 of tokens and 11 of the index, a cached block of 16 tokens costs
 //! 127. Reference counts stand apart, so that a fork touches 4 bytes a block.
 
 use std::collections::HashMap;
+use std::mem::offset_of;
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
@@ -13,8 +14,12 @@ use bytemuck::Zeroable;
 
 use crate::hash::Digest;
 use crate::ids::BlockId;
-use crate::prefetch::prefetch;
+use crate::memory::zeroed;
+use crate::prefetch::{prefetch, prefetch_part};
 use crate::words::Words;
+
+/// Slots to look ahead where single tokens are written.
+const SLOTS_AHEAD: usize = 16;
 
 /// Facts of one block, without padding.
 #[derive(Clone, Copy, Zeroable)]
@@ -95,10 +100,10 @@ impl Blocks {
     pub fn new(num_blocks: usize, block_size: usize, wide_digests: bool) -> Option<Self> {
         let num_tokens = num_blocks.checked_mul(block_size)?;
         Some(Self {
-            records: bytemuck::try_zeroed_vec(num_blocks).ok()?,
+            records: zeroed(num_blocks)?,
             refs: Words::new(num_blocks)?,
             tokens: Words::new(num_tokens)?,
-            digest_high: bytemuck::try_zeroed_vec(if wide_digests { num_blocks } else { 0 }).ok()?,
+            digest_high: zeroed(if wide_digests { num_blocks } else { 0 })?,
             extras: HashMap::new(),
             block_size,
         })
@@ -146,12 +151,6 @@ impl Blocks {
         prefetch(&self.refs, block.index());
     }
 
-    /// Ask for one token of a block, ahead of its use.
-    #[inline]
-    pub fn prefetch_token(&self, block: BlockId, offset: usize) {
-        prefetch(&self.tokens, block.index() * self.block_size + offset);
-    }
-
     pub fn digest(&self, block: BlockId) -> Digest {
         let [first, second] = self[block].digest;
         let low = u128::from(second) << 64 | u128::from(first);
@@ -191,9 +190,28 @@ impl Blocks {
         }
     }
 
+    /// Write ids of single tokens, each into its slot (block, offset), and raise the marks of the blocks; `count` is told by
+    /// how much in all for neighbours of one namespace. O(ids).
     #[inline]
-    pub fn write_token(&mut self, block: BlockId, offset: usize, id: u32) {
-        self.tokens[block.index() * self.block_size + offset] = id;
+    pub fn write_each(&mut self, slots: &[(BlockId, u32)], ids: &[u32], mut count: impl FnMut(u32, u32)) {
+        let (tokens, records, size) = (&mut self.tokens[..], &mut self.records[..], self.block_size);
+        let (mut written, mut namespace) = (0, 0);
+        for (at, (&(block, offset), &id)) in slots.iter().zip(ids).enumerate() {
+            if let Some(&(ahead, offset)) = slots.get(at + SLOTS_AHEAD) {
+                prefetch(tokens, ahead.index() * size + offset as usize);
+                prefetch_part(records, ahead.index(), offset_of!(Record, fill));
+            }
+            tokens[block.index() * size + offset as usize] = id;
+            let record = &mut records[block.index()];
+            let raised = (offset + 1).saturating_sub(record.fill);
+            record.fill += raised;
+            if record.namespace != namespace {
+                count(std::mem::take(&mut written), namespace);
+                namespace = record.namespace;
+            }
+            written += raised;
+        }
+        count(written, namespace);
     }
 
     pub fn copy_tokens(&mut self, src: BlockId, dst: BlockId, len: usize) {

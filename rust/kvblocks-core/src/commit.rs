@@ -9,7 +9,6 @@ use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{settle, Counts, Manager};
 use crate::pipeline::InFlight;
 use crate::pool::Pool;
-use crate::prefix;
 use crate::sequence::Sequence;
 use crate::sequences::SEQS_AHEAD;
 
@@ -21,8 +20,8 @@ pub(crate) struct CommitRows {
     num_plain: usize,
     /// The other rows, in order.
     others: Vec<usize>,
-    /// Plain rows that fill their block, in order, and how many of them have published it.
-    filled: Vec<usize>,
+    /// Plain rows that fill their block, in order, with it, and how many of them have published it.
+    filled: Vec<(u32, BlockId)>,
     num_filled: usize,
     num_published: usize,
     digests: Vec<Digest>,
@@ -32,7 +31,7 @@ impl CommitRows {
     fn start(&mut self, rows: usize) {
         if self.slots.len() < rows {
             self.slots.resize(rows, (BlockId::HOLE, 0));
-            self.filled.resize(rows, 0);
+            self.filled.resize(rows, (0, BlockId::HOLE));
         }
         self.others.clear();
         (self.num_plain, self.num_filled, self.num_published) = (0, 0, 0);
@@ -131,8 +130,8 @@ impl Manager {
         Ok(all_given)
     }
 
-    /// Accept the rows from `row` on that are plain; returns how many. A plain row has one token, whose block is at hand
-    /// and whose id was not known: nothing changes but its cursors, which `take_plain_rows_back` can take back. What
+    /// Accept the rows from `row` on that are plain; returns how many. A plain row has one token, whose block is at hand,
+    /// so that its id was not known: nothing changes but its cursors, which `take_plain_rows_back` can take back. What
     /// writing its id and publishing its block will need is asked for.
     #[inline(never)]
     fn accept_plain_rows(
@@ -146,36 +145,35 @@ impl Manager {
         }
         let (batch, size, mut seqs) = (self.batch, self.size, self.seqs.places());
         let CommitRows { slots, filled, num_filled, others, .. } = &mut self.commit;
-        let (filled_before, end) = (*num_filled, handles.len() - others.len());
-        let mut at = row;
-        for slot in &mut slots[row - others.len()..end] {
+        let handles = &handles[row..];
+        let slots = &mut slots[row - others.len()..][..handles.len()];
+        let filled = &mut filled[*num_filled..];
+        let (mut at, mut num_new) = (0, 0);
+        while at < slots.len().min(filled.len()) {
             if let Some(&handle) = handles.get(at + SEQS_AHEAD) {
                 seqs.prefetch(handle);
             }
             let Some(seq) = seqs.get_mut(handles[at]) else { break };
-            let Some(step) = seq.in_flight.oldest() else { break };
-            let is_plain = seq.seen != batch
-                && counts(at) == 1
-                && step.block != BlockId::HOLE
-                && seq.computed >= seq.prompted;
-            if !is_plain {
+            if seq.seen == batch || counts(row + at) != 1 {
                 break;
             }
+            let Some(block) = seq.in_flight.pop_placed() else { break };
             seq.seen = batch;
             let offset = size.offset(seq.num_computed());
-            *slot = (step.block, offset as u32);
-            self.pool.prefetch_token(step.block, offset);
             seq.computed += 1;
-            seq.in_flight.pop_oldest();
+            slots[at] = (block, offset as u32);
             // One row in `size` fills its block, and no branch predictor knows which.
-            filled[*num_filled] = at;
-            *num_filled += usize::from(offset + 1 == size.get());
+            filled[num_new] = ((row + at) as u32, block);
+            num_new += usize::from(offset + 1 == size.get());
             at += 1;
         }
-        for &row in &filled[filled_before..*num_filled] {
-            self.seqs[handles[row]].prefetch_tip();
+        *num_filled += num_new;
+        for &(filled, _) in &filled[..num_new] {
+            if let Some(seq) = seqs.get_mut(handles[filled as usize - row]) {
+                seq.prefetch_tip();
+            }
         }
-        at - row
+        at
     }
 
     /// Take back what `accept_plain_rows` has done.
@@ -197,26 +195,22 @@ impl Manager {
     fn publish_filled(&mut self, handles: &[SeqHandle], end: usize) {
         let CommitRows { filled, num_filled, num_published, digests, .. } = &mut self.commit;
         let filled = &filled[*num_published..*num_filled];
-        let filled = &filled[..filled.partition_point(|&row| row < end)];
+        let filled = &filled[..filled.partition_point(|&(row, _)| (row as usize) < end)];
         *num_published += filled.len();
         digests.clear();
-        for &row in filled {
-            let seq = &self.seqs[handles[row]];
-            let mut digest = Digest::default();
-            if let (true, Some(index)) =
-                (seq.may_publish(seq.num_published + 1, &self.pool), &self.pool.index)
-            {
-                let column = seq.num_published;
-                digest = self.pool.digest(seq.blocks[column], &seq.tip, seq.prompt.extra(column));
-                index.prefetch(prefix::fragment(&digest));
+        if self.pool.index.is_some() {
+            for &(row, block) in filled {
+                let seq = &self.seqs[handles[row as usize]];
+                let digest = self.pool.digest(block, &seq.tip, seq.extra(seq.num_published, self.size));
+                self.pool.prefetch_publication(block, &digest);
+                digests.push(digest);
             }
-            digests.push(digest);
         }
-        for (&row, digest) in filled.iter().zip(digests) {
-            let seq = &mut self.seqs[handles[row]];
+        for (at, &(row, block)) in filled.iter().enumerate() {
+            let seq = &mut self.seqs[handles[row as usize]];
             seq.keep_room_to_grow();
-            if seq.may_publish(seq.num_published + 1, &self.pool) {
-                seq.publish_until(seq.num_published + 1, Some(digest), &mut self.pool);
+            if let (Some(digest), false) = (digests.get(at), seq.unlisted) {
+                seq.publish_next(block, digest, &mut self.pool);
             }
         }
     }
@@ -368,7 +362,7 @@ impl Sequence {
     pub(crate) fn publish_full(&mut self, pool: &mut Pool) {
         let full = pool.block_size.column(self.num_computed());
         if self.may_publish(full, pool) {
-            self.publish_until(full, None, pool);
+            self.publish_until(full, pool);
         }
     }
 
@@ -379,7 +373,7 @@ impl Sequence {
         if self.may_publish(full, pool) {
             let from = self.num_published.max(size.column(self.num_computed())) * size.get();
             pool.store(&self.blocks, self.namespace, from, &self.prompt.ids[from..full * size.get()]);
-            self.publish_until(full, None, pool);
+            self.publish_until(full, pool);
         }
     }
 
@@ -389,15 +383,21 @@ impl Sequence {
         self.num_published < full && pool.index.is_some() && !self.unlisted
     }
 
-    /// Publish up to column `full`; `digest` is that of the next block, if it is at hand.
-    fn publish_until(&mut self, full: usize, digest: Option<&Digest>, pool: &mut Pool) {
+    /// Publish the next block, which no part of the prompt fills.
+    #[inline]
+    fn publish_next(&mut self, block: BlockId, digest: &Digest, pool: &mut Pool) {
+        pool.namespaces.add_refs(self.namespace, 1);
+        let extra = self.extra(self.num_published, pool.block_size).cloned();
+        self.tip = pool.publish(block, digest, self.tip, extra.as_ref());
+        self.num_published += 1;
+    }
+
+    /// Publish up to column `full`.
+    fn publish_until(&mut self, full: usize, pool: &mut Pool) {
         let from = self.num_published;
         pool.namespaces.add_refs(self.namespace, full - from);
         let in_prompt = pool.block_size.column(self.prompt_len()).min(full);
-        let known = match from < in_prompt {
-            true => &self.prompt.hashes[from..in_prompt],
-            false => digest.map_or(&[][..], std::slice::from_ref),
-        };
+        let known = self.prompt.hashes.get(from..in_prompt).unwrap_or_default();
         self.tip = pool.publish_many(&self.blocks[..full], from, known, self.tip, &self.prompt);
         self.num_published = full;
     }

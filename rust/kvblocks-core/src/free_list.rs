@@ -1,10 +1,12 @@
-//! The blocks that nobody owns: recycled ids, and cached blocks in order of last use. Imports `blocks`, `ids`.
+//! The blocks that nobody owns: recycled ids, and cached blocks in order of last use. Imports `blocks`, `ids`,
+//! `memory`.
 //!
 //! Invariant: a block is recycled, queued or neither, never both. Ids that were never used are a counter, not entries,
 //! so a new pool touches no memory.
 
 use crate::blocks::Blocks;
 use crate::ids::BlockId;
+use crate::memory::zeroed;
 
 const NIL: u32 = u32::MAX;
 
@@ -34,7 +36,7 @@ pub(crate) struct FreeList {
 impl FreeList {
     /// Ids `first..limit`, all fresh; None if the memory cannot be had.
     pub fn new(first: u32, limit: u32, reuse: Reuse) -> Option<Self> {
-        let mut taken = bytemuck::try_zeroed_vec((limit as usize).div_ceil(64)).ok()?;
+        let mut taken = zeroed((limit as usize).div_ceil(64))?;
         if first > 0 {
             taken[0] = (1 << first) - 1;
         }

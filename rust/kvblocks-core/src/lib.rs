@@ -12,8 +12,9 @@
 //!
 //! # Cost and limits
 //! Costs are per block or per token touched, never per pool: no verb scans it, but [`Manager::check_integrity`].
-//! Nothing here knows tensors, devices or Python; there is no `unsafe` but a prefetch hint, no interior mutability and no clock. Block
-//! ids depend on the order of calls only, so that equal calls on two managers give equal tables.
+//! Nothing here knows tensors, devices or Python; there is no `unsafe` but two hints about memory, no
+//! interior mutability and no clock. Block ids depend on the order of calls only, so that equal calls on two managers
+//! give equal tables.
 //!
 //! **The trap**: block ids are reused. A table read earlier is a snapshot; hold a handle, not a block id.
 //!
@@ -36,6 +37,7 @@ mod ids;
 mod keys;
 mod lifetime;
 mod manager;
+mod memory;
 mod namespaces;
 mod pipeline;
 mod pool;

@@ -63,9 +63,25 @@ impl Pipeline {
         let step = self.oldest()?;
         self.len -= 1;
         if self.len > 0 {
-            self.steps.rotate_left(1);
+            self.move_up();
         }
         Some(step)
+    }
+
+    /// Take the oldest step, if it is known where its only token goes; returns the block.
+    #[inline]
+    pub fn pop_placed(&mut self) -> Option<BlockId> {
+        let block = self.oldest()?.block;
+        if block != BlockId::HOLE {
+            self.pop_oldest();
+        }
+        (block != BlockId::HOLE).then_some(block)
+    }
+
+    /// Not cold where several steps are in flight, but out of the way, and of the registers, of those with one.
+    #[cold]
+    fn move_up(&mut self) {
+        self.steps.rotate_left(1);
     }
 
     /// Take the last `pop_oldest` back; nothing may have been scheduled since.

@@ -211,6 +211,15 @@ impl Sequence {
         }
     }
 
+    /// Extra keys of a block; of one behind the prompt, without a look at that.
+    #[inline]
+    pub fn extra(&self, column: usize, size: BlockSize) -> Option<&Arc<[u8]>> {
+        match column * size.get() < self.prompt_len() {
+            true => self.prompt.extra(column),
+            false => None,
+        }
+    }
+
     /// Let `next` take this sequence's place, under its handle; returns the one that leaves, with its blocks and all that
     /// is counted for it.
     pub fn replace(&mut self, mut next: Self) -> Self {

@@ -29,31 +29,14 @@ impl Pool {
         self.count_written(raised, namespace);
     }
 
-    /// Ask for where a token goes, ahead of `store_each`.
-    #[inline]
-    pub fn prefetch_token(&self, block: BlockId, offset: usize) {
-        self.blocks.prefetch(block);
-        self.blocks.prefetch_token(block, offset);
-    }
-
     /// Write ids of single tokens, each into its slot (block, offset), and raise the marks of the blocks. O(ids).
     #[inline]
     pub fn store_each(&mut self, slots: &[(BlockId, u32)], ids: &[u32]) {
-        // Neighbours are mostly of the same namespace.
-        let (mut written, mut namespace) = (0, 0);
-        for (&(block, offset), &id) in slots.iter().zip(ids) {
-            self.blocks.write_token(block, offset as usize, id);
-            let record = &mut self.blocks[block];
-            let raised = (offset + 1).saturating_sub(record.fill);
-            record.fill += raised;
-            if record.namespace != namespace {
-                let next = record.namespace;
-                self.count_written(std::mem::take(&mut written), namespace);
-                namespace = next;
-            }
-            written += raised;
-        }
-        self.count_written(written, namespace);
+        let Self { blocks, namespaces, used_slots, .. } = self;
+        blocks.write_each(slots, ids, |raised, namespace| {
+            *used_slots += u64::from(raised);
+            namespaces.usage(namespace).used_slots += u64::from(raised);
+        });
     }
 
     /// Count slots by which marks were raised. O(1).
@@ -120,6 +103,22 @@ impl Pool {
     pub fn digest(&self, block: BlockId, parent: &Link, extra: Option<&Arc<[u8]>>) -> Digest {
         let extra = extra.map_or(&[][..], |extra| &extra[..]);
         self.hasher.block(parent.digest, self.blocks.tokens(block), extra)
+    }
+
+    /// Ask for what publishing a block touches.
+    #[inline]
+    pub fn prefetch_publication(&self, block: BlockId, digest: &Digest) {
+        self.blocks.prefetch(block);
+        if let Some(index) = &self.index {
+            index.prefetch(prefix::fragment(digest));
+        }
+    }
+
+    /// Publish a full live block after `tip`; returns its chain value. The caller counts it in its namespace. O(block_size).
+    #[inline]
+    pub fn publish(&mut self, block: BlockId, digest: &Digest, tip: Link, extra: Option<&Arc<[u8]>>) -> Link {
+        let Self { index: Some(index), blocks, .. } = self else { return tip };
+        Link { digest: *digest, content: index.publish(block, digest, tip.content, extra, blocks) }
     }
 
     /// Publish the full live blocks at the end of a table, from column `from` on, the first of them after `tip`; `known`
