@@ -404,7 +404,8 @@ class BlockManager:
         chosen by the trusted side. Both hold for the whole prompt and are its namespace. media: (digest, start,
         length) of items whose placeholder tokens stand at start..start + length; a digest of full width. Items
         of one digest and different spans differ. Keys of different types differ. Raises ValueError for empty
-        keys and for media outside the prompt. O(tokens); releases the interpreter for long prompts.
+        keys and for media outside the prompt, MemoryError where the digests do not fit. O(tokens); releases the
+        interpreter for long prompts.
         """
     def match_prefix(self, prompt: Prompt, *, recompute_last_hit: bool = False) -> int:
         """Leading tokens that `allocate` would find cached; no side effects. O(hit blocks)."""
@@ -576,7 +577,7 @@ class StepBuffers:
     them in turn. Pinned memory is as good as any. Each holds, at the places that `layout` tells, slot_mapping int64
     [max_tokens], positions int32 [max_tokens], seq_lens int32 [max_seqs], query_start_loc int32 [max_seqs + 1], copies
     int32 [max_seqs, 2], changes int32 [max_seqs, 3] and, last, block_tables int32 [max_seqs, max_blocks_per_seq].
-    Raises ValueError for other lengths.
+    Raises ValueError for other lengths, and for sizes beyond int32.
     """
 
     def __init__(
@@ -716,7 +717,8 @@ def block_hashes(
     """Digests of the full blocks of a prompt [n, 16 or 32 bytes], as a manager with this seed gives them.
 
     parent: the digest of an earlier block, to go on from it; media positions then count from its end, and the
-    namespace is in it already. The encoding is documented in docs/hashing.md. O(tokens); releases the interpreter.
+    namespace is in it already. The encoding is documented in docs/hashing.md. Raises MemoryError where the digests do
+    not fit. O(tokens); releases the interpreter for long prompts.
     """
 
 def look_at_tensors(api: object, kind: type, tensors: tuple[Any, ...]) -> tuple[list[int], bytes]:

@@ -19,6 +19,9 @@ _T = TypeVar("_T", bound=np.generic)
 
 # Tables wide enough for the whole of a huge pool would take gigabytes.
 _DEFAULT_MAX_TOKENS_PER_SEQ: Final = 131_072
+_MAX_SIZE: Final = 2**31 - 1
+# Steps in flight are at most eight.
+_MAX_DEPTH: Final = 64
 
 
 class _Arrays:
@@ -44,8 +47,9 @@ class Step(StepBuffers):
 
     max_seqs: rows; max_tokens: scheduled tokens of all rows; max_blocks_per_seq: columns of the block tables, by
     default as many as the pool has blocks or 131,072 tokens take, whichever is less. depth: sets of arrays, used
-    in turn: with 2, the last step may still be copied to a device while the next is written. Raises ValueError
-    for a size below 1.
+    in turn: with 2, the last step may still be copied to a device while the next is written. Raises TypeError for
+    a manager that is none, ValueError for a size below 1 or above what an int32 array can name, MemoryError where
+    the arrays do not fit.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Step(StepBuffers):
         max_blocks_per_seq: int | None = None,
         depth: int = 1,
     ) -> None:
+        if not isinstance(manager, BlockManager):
+            raise TypeError(f"manager is {type(manager).__name__}, expected a BlockManager")
         columns = max_blocks_per_seq
         if columns is None:
             columns = min(manager.capacity_blocks, -(-_DEFAULT_MAX_TOKENS_PER_SEQ // manager.block_size))
@@ -67,10 +73,18 @@ class Step(StepBuffers):
             "depth": depth,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}, expected 1 or more")
+            most = _MAX_DEPTH if name == "depth" else _MAX_SIZE
+            if not 1 <= size <= most:
+                raise ValueError(f"{name} is {size}, expected 1 to {most}")
         places = StepBuffers.layout(max_seqs, max_tokens, columns)
-        memory = [np.zeros(places["num_words"], np.int64) for _ in range(depth)]
+        try:
+            memory = [np.zeros(places["num_words"], np.int64) for _ in range(depth)]
+        except (MemoryError, ValueError):
+            # NumPy calls a size that no address space holds a value.
+            named = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise MemoryError(
+                f"{named}: no memory for {depth} x {8 * places['num_words']} bytes of arrays"
+            ) from None
         super().__init__(manager, memory, max_seqs, max_tokens, columns)
         self._block_size = manager.block_size
         self._null_block = manager.null_block_id

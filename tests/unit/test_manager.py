@@ -245,7 +245,7 @@ def test_arguments_are_named_with_their_numbers(manager: kv.BlockManager, step: 
         ),
         (lambda: kv.BlockManager(2**31 - 1, 2**31 - 1), ValueError, r"num_blocks \* block_size is"),
         (lambda: kv.BlockManager(2**70, 4), ValueError, "num_blocks is 9223372036854775807"),
-        (lambda: kv.Step(manager, max_seqs=0), ValueError, "max_seqs is 0, expected 1 or more"),
+        (lambda: kv.Step(manager, max_seqs=0), ValueError, "max_seqs is 0, expected 1 to 2147483647"),
         (lambda: manager.prepare([1, -1]), ValueError, r"tokens\[1\] is -1, expected an id in 0..2\*\*32"),
         (lambda: manager.prepare([2**32]), ValueError, r"tokens\[0\] is 4294967296"),
         (
@@ -386,9 +386,38 @@ def test_sizes_of_step_buffers_are_named(manager: kv.BlockManager, place: int) -
         StepBuffers(manager, [np.zeros(NUM_WORDS, np.int64)], *sizes)
     with pytest.raises(ValueError, match=f"{name} is -1"):
         StepBuffers.layout(*sizes)
-    sizes[place] = 2**80
-    with pytest.raises(ValueError, match="memory has"):
+    sizes[place] = 2**31
+    with pytest.raises(ValueError, match=f"{name} is 2147483648, expected at most 2147483647"):
         StepBuffers(manager, [np.zeros(NUM_WORDS, np.int64)], *sizes)
+    sizes[place] = 2**80
+    with pytest.raises(ValueError, match=f"{name} is 9223372036854775807, expected at most"):
+        StepBuffers.layout(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_seqs": 2**40}, ValueError, "max_seqs is 1099511627776, expected 1 to 2147483647"),
+        ({"max_tokens": 0}, ValueError, "max_tokens is 0, expected 1 to 2147483647"),
+        ({"max_blocks_per_seq": 2**31}, ValueError, "max_blocks_per_seq is 2147483648, expected 1 to"),
+        ({"depth": 65}, ValueError, "depth is 65, expected 1 to 64"),
+        (
+            {"max_seqs": 2**31 - 1, "max_blocks_per_seq": 2**31 - 1},
+            MemoryError,
+            "max_seqs 2147483647, max_tokens 8192, max_blocks_per_seq 2147483647, depth 1: no memory for 1 x 18",
+        ),
+    ],
+)
+def test_sizes_of_a_step_are_named_with_their_bounds(
+    manager: kv.BlockManager, options: dict[str, int], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        kv.Step(manager, **options)
+
+
+def test_a_step_of_no_manager_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="manager is NoneType, expected a BlockManager"):
+        kv.Step(None)  # type: ignore[arg-type]
 
 
 def test_step_buffers_are_made_once_and_not_used_before(manager: kv.BlockManager) -> None:
@@ -528,7 +557,7 @@ def test_the_ring_gives_each_step_arrays_of_its_own(manager: kv.BlockManager) ->
         assert step.seq_lens.tolist() == [n + 1]
     assert addresses[:3] == addresses[3:]
     assert len(set(addresses)) == 3
-    with pytest.raises(ValueError, match="depth is 0, expected 1 or more"):
+    with pytest.raises(ValueError, match="depth is 0, expected 1 to 64"):
         kv.Step(manager, depth=0)
 
 

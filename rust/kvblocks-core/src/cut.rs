@@ -88,7 +88,7 @@ impl Manager {
             // The ids beside the blocks go with them: keep all of them in the prompt.
             let ids = seq.history(&self.pool);
             seq.prompted = ids.len() as u32;
-            seq.prompt = Arc::new(self.preparer.extended(&seq.prompt, ids, &[]));
+            seq.prompt = Arc::new(self.preparer.extended(&seq.prompt, ids, Vec::new()));
         }
         let mut num_blocks = 0;
         for column in (first..last).rev() {

@@ -60,6 +60,16 @@ pub enum Error {
         /// The range, in words.
         expected: String,
     },
+    /// The memory for an answer cannot be had.
+    #[error("{argument} has {got} entries: no memory for what follows from them, {bytes} bytes")]
+    Memory {
+        /// Name of the argument.
+        argument: &'static str,
+        /// Its entries.
+        got: usize,
+        /// Bytes asked for.
+        bytes: usize,
+    },
     /// A value of one row of a batch lies outside its range.
     #[error("{argument}[{row}] is {got}, expected {expected}")]
     Row {

@@ -126,7 +126,7 @@ impl BlockHasher {
             None => self.root(&keys.namespace()),
             Some(bytes) => Digest::from_bytes(bytes, self.algorithm)?,
         };
-        let mut digests = Vec::with_capacity(tokens.len() / block_size);
+        let mut digests = reserve(tokens.len(), block_size)?;
         self.extend_from(&mut digests, parent, tokens, &keys.extras(block_size), block_size, |_| {});
         Ok(digests)
     }
@@ -194,6 +194,16 @@ impl BlockHasher {
             digest = self.link(digest, block, extra, &mut bytes);
             digests.push(digest);
         }
+    }
+}
+
+/// Room for the digests of a prompt's full blocks.
+pub(crate) fn reserve(num_tokens: usize, block_size: usize) -> Result<Vec<Digest>> {
+    let (len, mut digests) = (num_tokens / block_size, Vec::new());
+    let bytes = len.saturating_mul(size_of::<Digest>());
+    match digests.try_reserve_exact(len) {
+        Ok(()) => Ok(digests),
+        Err(_) => Err(Error::Memory { argument: "tokens", got: num_tokens, bytes }),
     }
 }
 

@@ -202,6 +202,6 @@ impl Manager {
             }
             known.truncate(seq.num_known() / self.size.get());
         }
-        Arc::new(self.preparer.extended(&seq.prompt, seq.history(&self.pool), &known))
+        Arc::new(self.preparer.extended(&seq.prompt, seq.history(&self.pool), known))
     }
 }

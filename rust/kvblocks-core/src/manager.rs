@@ -174,7 +174,7 @@ impl Manager {
             );
         };
         let preparer = Preparer::new(hasher, block_size);
-        let no_tokens = preparer.tokens(Cow::default(), Keys::default());
+        let no_tokens = preparer.tokens(Cow::default(), Keys::default())?;
         Ok(Self {
             size: BlockSize::new(block_size),
             pool,

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::hash::{BlockHasher, Digest};
+use crate::hash::{reserve, BlockHasher, Digest};
 use crate::ids::SeqHandle;
 use crate::keys::Keys;
 
@@ -54,21 +54,22 @@ impl Preparer {
     }
 
     /// Hash a prompt once for any number of look-ups; borrowed ids are copied. Errors: empty keys, media outside the
-    /// prompt. O(tokens).
+    /// prompt, no memory for the digests. O(tokens).
     pub fn prepare<'a>(&self, ids: impl Into<Cow<'a, [u32]>>, keys: Keys) -> Result<Prompt> {
         let ids = ids.into();
         keys.check(ids.len())?;
-        Ok(self.wrap(Arc::new(self.tokens(ids, keys)), None))
+        Ok(self.wrap(Arc::new(self.tokens(ids, keys)?), None))
     }
 
     /// Hash token ids.
-    pub(crate) fn tokens(&self, ids: Cow<[u32]>, keys: Keys) -> Tokens {
+    pub(crate) fn tokens(&self, ids: Cow<[u32]>, keys: Keys) -> Result<Tokens> {
+        let hashes = if self.hasher.is_some() { reserve(ids.len(), self.block_size)? } else { Vec::new() };
         let extras = if keys.media.is_empty() { Vec::new() } else { keys.extras(self.block_size) };
-        self.hash(ids, keys, extras, &[])
+        Ok(self.hash(ids, keys, extras, hashes))
     }
 
     /// A prompt and what was computed after it, under the same keys; `known`: digests of its leading blocks.
-    pub(crate) fn extended(&self, prompt: &Tokens, ids: Vec<u32>, known: &[Digest]) -> Tokens {
+    pub(crate) fn extended(&self, prompt: &Tokens, ids: Vec<u32>, known: Vec<Digest>) -> Tokens {
         self.hash(Cow::Owned(ids), prompt.keys.clone(), prompt.extras.clone(), known)
     }
 
@@ -81,22 +82,27 @@ impl Preparer {
         let behind = keys.extras(self.block_size).into_iter().filter(|extra| extra.0 >= full);
         let extras = before.chain(behind).collect();
         let known = &prompt.hashes[..prompt.hashes.len().min(full)];
-        self.hash(Cow::Borrowed(&prompt.ids[..len]), keys, extras, known)
+        self.hash(Cow::Borrowed(&prompt.ids[..len]), keys, extras, known.to_vec())
     }
 
-    /// Hash what `known`, the digests of leading blocks, does not cover.
-    fn hash(&self, ids: Cow<[u32]>, keys: Keys, extras: Vec<(usize, Arc<[u8]>)>, known: &[Digest]) -> Tokens {
+    /// Hash what `hashes`, the digests of leading blocks that are known, does not cover.
+    fn hash(
+        &self,
+        ids: Cow<[u32]>,
+        keys: Keys,
+        extras: Vec<(usize, Arc<[u8]>)>,
+        mut hashes: Vec<Digest>,
+    ) -> Tokens {
         let plain = keys.adapter.is_none() && keys.salt.is_none();
         let namespace = if plain { Arc::clone(&self.no_keys) } else { keys.namespace() };
-        let (mut root, mut hashes) = (self.root, Vec::new());
+        let mut root = self.root;
         let ids = match &self.hasher {
             None => ids.into_owned(),
             Some(hasher) => {
                 if !plain {
                     root = hasher.root(&namespace);
                 }
-                hashes.reserve_exact(ids.len() / self.block_size);
-                hashes.extend_from_slice(known);
+                hashes.reserve_exact((ids.len() / self.block_size).saturating_sub(hashes.len()));
                 hasher.extend(&mut hashes, root, ids, &extras, self.block_size)
             }
         };

@@ -139,8 +139,8 @@ mod tests {
     #[test]
     fn a_freed_sequence_does_not_keep_its_prompt() {
         let preparer = Preparer::new(None, 4);
-        let mut seqs = Sequences::new(preparer.tokens(Cow::default(), Keys::default()));
-        let prompt = Arc::new(preparer.tokens(vec![1, 2, 3].into(), Keys::default()));
+        let mut seqs = Sequences::new(preparer.tokens(Cow::default(), Keys::default()).unwrap());
+        let prompt = Arc::new(preparer.tokens(vec![1, 2, 3].into(), Keys::default()).unwrap());
         let handle = seqs.insert(Sequence::new(Arc::clone(&prompt), 0));
         assert_eq!(Arc::strong_count(&prompt), 2);
         drop(seqs.remove(handle));

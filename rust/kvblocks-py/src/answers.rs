@@ -1,4 +1,4 @@
-//! What the verbs answer: small frozen classes. Imports the core's answer types.
+//! What the verbs answer: small frozen classes. Imports `memory` and the core's answer types.
 //!
 //! Invariant: a refusal is false, everything else is true, so that `if answer:` reads as it means.
 
@@ -8,6 +8,8 @@ use kvblocks_core::{
 };
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
+
+use crate::memory::no_memory;
 
 /// Token ids with their block hashes.
 #[pyclass(name = "Prompt", module = "kvblocks._core", frozen)]
@@ -57,7 +59,8 @@ pub fn digests<'py>(
     algorithm: Algorithm,
 ) -> PyResult<Bound<'py, PyArray2<u8>>> {
     let width = algorithm.num_bytes();
-    let mut bytes = Vec::with_capacity(width * digests.len());
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(width * digests.len()).map_err(|_| no_memory("digests", digests.len()))?;
     for digest in digests {
         bytes.extend_from_slice(&digest.low.to_le_bytes());
         bytes.extend_from_slice(&digest.high.to_le_bytes()[..width - 16]);

@@ -1,9 +1,10 @@
 //! Core errors as Python exceptions: the one mapping. Imports the core's error type.
 //!
-//! Invariant: state errors are `KVBlocksError`s, bad values `ValueError`s, wrong types `TypeError`s; nothing else leaves.
+//! Invariant: state errors are `KVBlocksError`s, bad values `ValueError`s, wrong types `TypeError`s, what does
+//! not fit into memory `MemoryError`s; nothing else leaves.
 
 use kvblocks_core::Error;
-use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::exceptions::{PyException, PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 
 pyo3::create_exception!(
@@ -39,6 +40,7 @@ pub fn to_python(error: Error) -> PyErr {
             StaleHandleError::new_err(text)
         }
         Error::Preempted(_) => PreemptedError::new_err(text),
+        Error::Memory { .. } => PyMemoryError::new_err(text),
         Error::DuplicateHandle(_)
         | Error::StaleRow { .. }
         | Error::ForeignPrompt

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvblocks_core::{Policy, RowState, Scheduled, StepArrays, StepRequest};
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyTuple};
@@ -32,11 +32,17 @@ struct Layout {
 
 impl Layout {
     fn new(max_seqs: Int, max_tokens: Int, max_blocks: Int) -> PyResult<Self> {
-        let most = |size: usize| size.min(i32::MAX as usize);
+        let size = |argument: &str, size: Int| match size.size(argument)? {
+            size if size > i32::MAX as usize => Err(PyValueError::new_err(format!(
+                "{argument} is {size}, expected at most {}, what an int32 array can name",
+                i32::MAX
+            ))),
+            size => Ok(size),
+        };
         Ok(Self {
-            max_seqs: most(max_seqs.size("max_seqs")?),
-            max_tokens: most(max_tokens.size("max_tokens")?),
-            max_blocks: most(max_blocks.size("max_blocks_per_seq")?),
+            max_seqs: size("max_seqs", max_seqs)?,
+            max_tokens: size("max_tokens", max_tokens)?,
+            max_blocks: size("max_blocks_per_seq", max_blocks)?,
         })
     }
 
@@ -171,13 +177,15 @@ impl PyStepBuffers {
             rest[layout.int32_ranges()[5].clone()].fill(manager.get().null_block_id());
         }
         drop(arrays);
-        let nothing = || Held {
-            rows: vec![RowState::default(); layout.max_seqs],
-            step: Scheduled::default(),
-            pad_seqs: 0,
-            pad_tokens: 0,
+        let nothing = |_| {
+            let mut rows = Vec::new();
+            rows.try_reserve_exact(layout.max_seqs).map_err(|_| {
+                PyMemoryError::new_err(format!("max_seqs is {}: no memory for so many rows", layout.max_seqs))
+            })?;
+            rows.resize(layout.max_seqs, RowState::default());
+            Ok(Held { rows, step: Scheduled::default(), pad_seqs: 0, pad_tokens: 0 })
         };
-        let held: Vec<_> = memory.iter().map(|_| nothing()).collect();
+        let held: Vec<_> = memory.iter().map(nothing).collect::<PyResult<_>>()?;
         let ring = Mutex::new(Ring { current: held.len() - 1, held });
         let buffers = Buffers { manager, layout, memory, ring };
         self.0.set(buffers).map_err(|_| twice())
