@@ -201,7 +201,7 @@ impl Manager {
         if self.pool.index.is_some() {
             for &(row, block) in filled {
                 let seq = &self.seqs[handles[row as usize]];
-                let digest = self.pool.digest(block, &seq.tip, seq.extra(seq.num_published, self.size));
+                let digest = self.pool.digest(block, &seq.tip, seq.extra(seq.num_published));
                 self.pool.prefetch_publication(block, &digest);
                 digests.push(digest);
             }
@@ -333,7 +333,7 @@ fn roll_back(seq: &mut Sequence, pool: &mut Pool, scheduled: usize, step: InFlig
     seq.shrink(size.blocks(seq.num_reserved()), pool);
     seq.lose_room();
     let tail = seq.blocks.get(size.column(scheduled));
-    if tail.is_some_and(|&tail| tail != BlockId::HOLE && pool.is_private(tail)) {
+    if tail.is_none_or(|&tail| tail != BlockId::HOLE && pool.is_private(tail)) {
         seq.aim(size);
     }
 }
@@ -387,7 +387,7 @@ impl Sequence {
     #[inline]
     fn publish_next(&mut self, block: BlockId, digest: &Digest, pool: &mut Pool) {
         pool.namespaces.add_refs(self.namespace, 1);
-        let extra = self.extra(self.num_published, pool.block_size).cloned();
+        let extra = self.extra(self.num_published).cloned();
         self.tip = pool.publish(block, digest, self.tip, extra.as_ref());
         self.num_published += 1;
     }

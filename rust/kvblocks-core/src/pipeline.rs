@@ -80,6 +80,7 @@ impl Pipeline {
 
     /// Not cold where several steps are in flight, but out of the way, and of the registers, of those with one.
     #[cold]
+    #[inline(never)]
     fn move_up(&mut self) {
         self.steps.rotate_left(1);
     }

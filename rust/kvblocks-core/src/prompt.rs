@@ -23,10 +23,15 @@ pub(crate) struct Tokens {
 }
 
 impl Tokens {
+    /// Whether any block has media keys.
+    pub fn has_extras(&self) -> bool {
+        !self.extras.is_empty()
+    }
+
     /// Framed media keys of a block; empty for nearly all.
     #[inline]
     pub fn extra(&self, block: usize) -> Option<&Arc<[u8]>> {
-        if self.extras.is_empty() {
+        if !self.has_extras() {
             return None;
         }
         let at = self.extras.binary_search_by_key(&block, |extra| extra.0).ok()?;

@@ -96,6 +96,8 @@ pub(crate) struct Sequence {
     pub is_preempted: bool,
     /// Its namespace was dropped, or the parent of its next block: what it computes is not published.
     pub unlisted: bool,
+    /// Whether `prompt` may have extra keys; none is ever replaced by one with more.
+    pub has_extras: bool,
     pub prompt: Arc<Tokens>,
     /// First column that the last change of `epoch` touched.
     pub changed_col: usize,
@@ -147,6 +149,7 @@ impl Sequence {
             num_holes: 0,
             is_preempted: false,
             unlisted: false,
+            has_extras: prompt.has_extras(),
             prompt,
             changed_col: 0,
             max_tokens: None,
@@ -211,10 +214,10 @@ impl Sequence {
         }
     }
 
-    /// Extra keys of a block; of one behind the prompt, without a look at that.
+    /// Extra keys of a block; the prompt is looked at only if it may have some.
     #[inline]
-    pub fn extra(&self, column: usize, size: BlockSize) -> Option<&Arc<[u8]>> {
-        match column * size.get() < self.prompt_len() {
+    pub fn extra(&self, column: usize) -> Option<&Arc<[u8]>> {
+        match self.has_extras {
             true => self.prompt.extra(column),
             false => None,
         }

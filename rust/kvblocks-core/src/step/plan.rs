@@ -300,7 +300,9 @@ impl Manager {
             let seq = &self.seqs[request.handles[row]];
             if seq.is_short(self.size) {
                 self.pool.prefetch_free(supply.need);
-                if !supply.can_hold((seq.num_cols + 1 - seq.num_holes) as usize) || !supply.give(1) {
+                // With a block left for it, it does not hold all yet.
+                let can_hold = supply.has(1) || supply.can_hold((seq.num_cols + 1 - seq.num_holes) as usize);
+                if !can_hold || !supply.give(1) {
                     return Some(row);
                 }
             }
@@ -401,6 +403,11 @@ impl Supply {
             self.refusal = Some(Refusal::Never { need_blocks, capacity_blocks });
         }
         need_blocks <= capacity_blocks
+    }
+
+    /// Whether so many blocks are left.
+    fn has(&self, num_blocks: usize) -> bool {
+        self.need + num_blocks <= self.available
     }
 
     /// Count blocks for a row; false if the plan ends before it.
