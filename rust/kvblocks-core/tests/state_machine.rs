@@ -287,6 +287,8 @@ struct Test {
     /// slot -> the token prefix whose last K/V stands there.
     storage: HashMap<i64, Vec<u32>>,
     step: Buffers,
+    /// The other buffers of a ring of two: its rows show what the tables were a step ago.
+    spare: Buffers,
     /// What `step` holds.
     held: Scheduled,
     held_rows: Vec<(Name, SeqHandle, Seq)>,
@@ -334,6 +336,14 @@ impl Buffers {
             changes: &mut self.changes,
             rows: &mut self.rows,
         }
+    }
+}
+
+/// As one count, where all are the same.
+fn counts_of(each: &[i32]) -> Counts<'_> {
+    match each {
+        [first, rest @ ..] if rest.iter().all(|count| count == first) => Counts::All(*first),
+        _ => Counts::Each(each),
     }
 }
 
@@ -390,8 +400,8 @@ impl Test {
         let lookahead: Vec<_> = batch.iter().map(|row| row.2 as i32).collect();
         let request = StepRequest {
             handles: &handles,
-            num_new: Counts::Each(&num_new),
-            lookahead: Counts::Each(&lookahead),
+            num_new: counts_of(&num_new),
+            lookahead: counts_of(&lookahead),
             policy: if fit { Policy::Fit } else { Policy::All },
             pad_seqs: if layout.is_padded { self.reference.naive.max_seqs } else { 0 },
             pad_tokens: if layout.is_padded { self.reference.naive.max_tokens } else { 0 },
@@ -406,14 +416,19 @@ impl Test {
             is_appended: layout.is_appended && !self.is_padded,
         };
         let is_stale = behind.is_appended && !self.holds_step_beside(&batch);
-        let mut schedule = |step: &mut Buffers| match behind.is_appended {
-            true => self.manager.append(&request, &mut step.arrays(), &held),
-            false => self.manager.schedule(&request, &mut step.arrays()),
-        };
+        if !behind.is_appended {
+            self.turn();
+        }
         let shown = self.step.block_tables.clone();
-        let result = schedule(&mut self.step);
+        let result = match behind.is_appended {
+            true => self.manager.append(&request, &mut self.step.arrays(), &held),
+            false => self.manager.schedule(&request, &mut self.step.arrays()),
+        };
         if is_stale || self.reference.naive.schedule_error(&batch, fit, behind) {
             result.unwrap_err();
+            if !behind.is_appended {
+                self.turn();
+            }
             return;
         }
         if matches!(result, Err(Error::StaleRow { .. })) {
@@ -428,6 +443,9 @@ impl Test {
         self.check_changes(shown, held.num_changes..step.num_changes);
         if step.refusal.is_some() && !fit {
             assert_eq!(Scheduled { refusal: None, ..step }, Scheduled { refusal: None, ..held });
+            if !behind.is_appended {
+                self.turn();
+            }
             return;
         }
         (self.held, self.is_padded) = (step, layout.is_padded);
@@ -450,6 +468,11 @@ impl Test {
             let padding = &self.step.block_tables[rows * MAX_BLOCKS..];
             assert!(padding.iter().all(|&block| block == self.manager.padding()));
         }
+    }
+
+    /// Go to the other buffers of the ring, or back.
+    fn turn(&mut self) {
+        std::mem::swap(&mut self.step, &mut self.spare);
     }
 
     /// Whether the rows of the step are in flight as it shows them, and none of them is in the batch.
@@ -557,7 +580,7 @@ impl Test {
             self.naive().merge_filled(name, count);
         }
         self.naive().note_peak();
-        self.manager.commit(&handles, Counts::Each(&counts), &ids).unwrap();
+        self.manager.commit(&handles, counts_of(&counts), &ids).unwrap();
     }
 
     fn advance(&mut self, name: Name, extra: usize, ids: Vec<u32>) {
@@ -735,6 +758,7 @@ impl StateMachineTest for Test {
         .unwrap();
         Test {
             step: Buffers::new(manager.padding(), naive.max_seqs, naive.max_tokens),
+            spare: Buffers::new(manager.padding(), naive.max_seqs, naive.max_tokens),
             reference: reference.clone(),
             manager,
             handles: HashMap::new(),
