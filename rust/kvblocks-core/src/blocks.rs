@@ -109,10 +109,23 @@ impl Blocks {
         })
     }
 
-    /// The records of all blocks, their tokens one after the other, and how many a block holds.
+    /// The tokens of all blocks, one after the other, and how many a block holds.
     #[inline]
-    pub fn all(&self) -> (&[Record], &[u32], usize) {
-        (&self.records, &self.tokens, self.block_size)
+    pub fn tokens_and_size(&self) -> (&[u32], usize) {
+        (&self.tokens, self.block_size)
+    }
+
+    /// The record of a block, if there is such a block.
+    #[inline]
+    pub fn get(&self, block: BlockId) -> Option<&Record> {
+        self.records.get(block.index())
+    }
+
+    /// Ask for what is read of a block, if there is one, to see whether it is a hit.
+    #[inline]
+    pub fn prefetch_hit(&self, block: BlockId) {
+        prefetch(&self.records, block.index());
+        prefetch(&self.tokens, block.index() * self.block_size);
     }
 
     #[inline]
@@ -220,14 +233,10 @@ impl Blocks {
     }
 }
 
-/// Whether the tokens of two blocks are equal.
+/// Whether the tokens of two blocks of the usual size are equal; `==` would call the C library.
 #[inline(always)]
-pub(crate) fn are_same(a: &[u32], b: &[u32]) -> bool {
-    match (<&[u32; 16]>::try_from(a), <&[u32; 16]>::try_from(b)) {
-        // `==` would call the C library.
-        (Ok(a), Ok(b)) => a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0,
-        _ => a == b,
-    }
+pub(crate) fn are_same(a: &[u32; 16], b: &[u32; 16]) -> bool {
+    a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0
 }
 
 impl Index<BlockId> for Blocks {

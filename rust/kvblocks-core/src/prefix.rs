@@ -19,7 +19,7 @@ use crate::blocks::{are_same, Blocks, Record};
 use crate::buckets::Buckets;
 use crate::hash::Digest;
 use crate::ids::BlockId;
-use crate::prefetch::{prefetch, AHEAD};
+use crate::prefetch::AHEAD;
 use crate::prompt::Tokens;
 
 /// Identity of a published prefix; never reused.
@@ -88,6 +88,29 @@ pub(crate) struct PrefixIndex {
     next_content: u64,
 }
 
+/// The hits of a prompt so far.
+#[derive(Clone, Copy)]
+struct Chain {
+    /// Content of the last one.
+    parent: ContentId,
+    /// What may follow it; perhaps no block at all.
+    likely: BlockId,
+    len: usize,
+}
+
+impl Chain {
+    /// Add a block to the hits, and ask for those that may come soon.
+    #[inline(always)]
+    fn add(&mut self, block: BlockId, hits: &mut [BlockId], blocks: &Blocks) {
+        let record = &blocks[block];
+        hits[self.len] = block;
+        *self = Self { parent: ContentId(record.content()), likely: BlockId(record.prev), len: self.len + 1 };
+        // Ids of neighbours mostly follow one another, in one direction or the other.
+        let step = record.prev.wrapping_sub(block.0);
+        blocks.prefetch_hit(BlockId(block.0.wrapping_add(step.wrapping_mul(AHEAD as u32))));
+    }
+}
+
 /// The bits of a digest that decide where it stands.
 #[inline]
 pub(crate) fn fragment(digest: &Digest) -> u64 {
@@ -124,46 +147,62 @@ impl PrefixIndex {
     pub fn find_chain(
         &self,
         prompt: &Tokens,
-        mut parent: ContentId,
+        parent: ContentId,
         most: usize,
         blocks: &Blocks,
         collisions: &mut u64,
         hits: &mut Vec<BlockId>,
     ) {
-        let most = most.min(prompt.hashes.len());
-        hits.resize(most, BlockId::HOLE);
-        let (records, ids, size) = blocks.all();
-        let (mut likely, mut num_hits) = (BlockId::HOLE, 0);
-        let no_twins = self.twins.is_empty();
-        let has_extras = !prompt.extras.is_empty();
-        for (i, (tokens, hit)) in prompt.ids.chunks_exact(size).zip(&mut *hits).enumerate() {
-            let extra = if has_extras { prompt.extra(i) } else { None };
-            let is_hit = |record: &Record| {
-                let start = likely.index() * size;
-                let own = ids.get(start..start + size);
-                record.parent() == parent.as_parent(extra)
-                    && own.is_some_and(|own| are_same(own, tokens))
-                    && record.is_published()
-                    && (no_twins || self.is_single(record.content()))
-                    && (extra.is_none() || blocks.extras.get(&likely) == extra)
-            };
-            if !records.get(likely.index()).is_some_and(is_hit) {
-                let wanted = Content { digest: &prompt.hashes[i], parent, tokens, extra };
-                let Some(block) = self.find(wanted, blocks, collisions) else { break };
-                likely = block;
+        hits.resize(most.min(prompt.hashes.len()), BlockId::HOLE);
+        let (own, size) = blocks.tokens_and_size();
+        let mut chain = Chain { parent, likely: BlockId::HOLE, len: 0 };
+        while let Some(digest) = prompt.hashes.get(chain.len).filter(|_| chain.len < hits.len()) {
+            let part = chain.len * size..(chain.len + 1) * size;
+            let (tokens, extra) = (&prompt.ids[part], prompt.extra(chain.len));
+            let wanted = Content { digest, parent: chain.parent, tokens, extra };
+            let Some(block) = self.find(wanted, blocks, collisions) else { break };
+            chain.add(block, hits, blocks);
+            // From here on each block tells which one likely follows it.
+            if size == 16 && prompt.extras.is_empty() {
+                let (own, wanted) = (own.as_chunks().0, prompt.ids.as_chunks().0);
+                self.follow(&mut chain, hits, blocks, |chain, record| {
+                    record.parent() == chain.parent.0
+                        && are_same(&own[chain.likely.index()], &wanted[chain.len])
+                });
+            } else {
+                self.follow(&mut chain, hits, blocks, |chain, record| {
+                    let extra = prompt.extra(chain.len);
+                    record.parent() == chain.parent.as_parent(extra)
+                        && blocks.tokens(chain.likely)
+                            == &prompt.ids[chain.len * size..(chain.len + 1) * size]
+                        && (extra.is_none() || blocks.extras.get(&chain.likely) == extra)
+                });
             }
-            *hit = likely;
-            num_hits += 1;
-            let record = &records[likely.index()];
-            parent = ContentId(record.content());
-            // Ids of neighbours mostly follow one another, in one direction or the other.
-            let step = record.prev.wrapping_sub(likely.0);
-            let ahead = likely.0.wrapping_add(step.wrapping_mul(AHEAD as u32)) as usize;
-            prefetch(records, ahead);
-            prefetch(ids, ahead * size);
-            likely = BlockId(record.prev);
         }
-        hits.truncate(num_hits);
+        hits.truncate(chain.len);
+    }
+
+    /// Add blocks to `chain` as long as the one that is likely next is the oldest with the content that is wanted, as
+    /// `is_wanted` says if it is published.
+    #[inline(always)]
+    fn follow(
+        &self,
+        chain: &mut Chain,
+        hits: &mut [BlockId],
+        blocks: &Blocks,
+        is_wanted: impl Fn(&Chain, &Record) -> bool,
+    ) {
+        let no_twins = self.twins.is_empty();
+        while chain.len < hits.len() {
+            let Some(record) = blocks.get(chain.likely) else { return };
+            let is_hit = record.is_published()
+                && is_wanted(chain, record)
+                && (no_twins || self.is_single(record.content()));
+            if !is_hit {
+                return;
+            }
+            chain.add(chain.likely, hits, blocks);
+        }
     }
 
     /// Whether a content has a single block.
@@ -284,7 +323,7 @@ fn compare(block: BlockId, wanted: &Content, blocks: &Blocks, collisions: &mut u
 
 /// Whether tokens and keys of one block are equal, whatever came before it.
 fn same_part(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
-    are_same(blocks.tokens(block), wanted.tokens)
+    blocks.tokens(block) == wanted.tokens
         && (wanted.extra.is_none() || blocks.extras.get(&block) == wanted.extra)
 }
 
