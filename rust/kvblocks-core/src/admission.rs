@@ -81,6 +81,7 @@ impl Manager {
     /// watermark, and what was promised to others, is ignored while nothing is live. O(blocks).
     pub fn allocate(&mut self, prompt: &Prompt, options: AdmissionOptions) -> Answer<Allocation> {
         self.check_request(prompt, options)?;
+        self.pool.prefetch_queued();
         let plan = match self.plan_admission(prompt, options) {
             Ok(plan) => plan,
             Err(refusal) => return Ok(Err(refusal)),

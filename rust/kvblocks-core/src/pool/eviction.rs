@@ -51,6 +51,18 @@ impl Pool {
         }
     }
 
+    /// Ask for the records of the blocks that will be evicted next, if none is free: ids of neighbours in the queue mostly
+    /// follow one another, in one direction or the other.
+    #[inline]
+    pub fn prefetch_queued(&self) {
+        if let Some(front) = self.list.front().filter(|_| self.list.num_unqueued() == 0) {
+            for i in 0..2 * AHEAD as u32 {
+                self.blocks.prefetch(BlockId(front.0.wrapping_add(i)));
+                self.blocks.prefetch(BlockId(front.0.wrapping_sub(i)));
+            }
+        }
+    }
+
     /// `take`, `count` times, onto the end of a table that has room; the caller has seen that so many are available.
     #[inline]
     pub fn take_many(&mut self, count: usize, namespace: u32, table: &mut Vec<BlockId>) {
