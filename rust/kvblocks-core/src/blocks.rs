@@ -1,4 +1,4 @@
-//! What is known of each block: one record a block and its token ids beside it. Imports `hash`, `ids`, `memory`,
+//! What is known of each block: one record a block and its token ids beside it. Imports `block_size`, `hash`, `ids`, `memory`,
 //! `prefetch`, `words`.
 //!
 //! Invariant: all memory is asked for once, as zero pages, and touched only where blocks are used. A record takes 48
@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use bytemuck::Zeroable;
 
+use crate::block_size::BlockSize;
 use crate::hash::Digest;
 use crate::ids::BlockId;
 use crate::memory::zeroed;
@@ -203,28 +204,43 @@ impl Blocks {
         }
     }
 
-    /// Write ids of single tokens, each into its slot (block, offset), and raise the marks of the blocks; `count` is told by
-    /// how much in all for neighbours of one namespace. O(ids).
+    /// See `Pool::store_each`; `count` is told by how much marks were raised in all for neighbours of one namespace.
     #[inline]
-    pub fn write_each(&mut self, slots: &[(BlockId, u32)], ids: &[u32], mut count: impl FnMut(u32, u32)) {
-        let (tokens, records, size) = (&mut self.tokens[..], &mut self.records[..], self.block_size);
-        let (mut written, mut namespace) = (0, 0);
-        for (at, (&(block, offset), &id)) in slots.iter().zip(ids).enumerate() {
-            if let Some(&(ahead, offset)) = slots.get(at + SLOTS_AHEAD) {
-                prefetch(tokens, ahead.index() * size + offset as usize);
+    pub fn write_each(
+        &mut self,
+        slots: &[(BlockId, u32)],
+        ids: &[u32],
+        size: BlockSize,
+        filled: &mut [u32],
+        mut count: impl FnMut(u32, u32),
+    ) -> usize {
+        let (tokens, records) = (&mut self.tokens[..], &mut self.records[..]);
+        let place = |block: BlockId, position: u32| {
+            let offset = size.offset(position as usize);
+            (block.index() * size.get() + offset, offset)
+        };
+        let (mut written, mut namespace, mut num_filled) = (0, 0, 0);
+        for (at, (&(block, position), &id)) in slots.iter().zip(ids).enumerate() {
+            if let Some(&(ahead, position)) = slots.get(at + SLOTS_AHEAD) {
+                prefetch(tokens, place(ahead, position).0);
                 prefetch_part(records, ahead.index(), offset_of!(Record, fill));
             }
-            tokens[block.index() * size + offset as usize] = id;
+            let (slot, offset) = place(block, position);
+            tokens[slot] = id;
             let record = &mut records[block.index()];
-            let raised = (offset + 1).saturating_sub(record.fill);
+            let raised = (offset as u32 + 1).saturating_sub(record.fill);
             record.fill += raised;
             if record.namespace != namespace {
                 count(std::mem::take(&mut written), namespace);
                 namespace = record.namespace;
             }
             written += raised;
+            // One row in `size` fills its block, and no branch predictor knows which.
+            filled[num_filled] = at as u32;
+            num_filled += usize::from(offset + 1 == size.get());
         }
         count(written, namespace);
+        num_filled
     }
 
     pub fn copy_tokens(&mut self, src: BlockId, dst: BlockId, len: usize) {

@@ -9,21 +9,20 @@ use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{settle, Counts, Manager};
 use crate::pipeline::InFlight;
 use crate::pool::Pool;
+use crate::prefetch::AHEAD;
 use crate::sequence::Sequence;
 use crate::sequences::SEQS_AHEAD;
 
 /// Scratch of a commit: what becomes of its rows.
 #[derive(Default)]
 pub(crate) struct CommitRows {
-    /// Where the ids of the plain rows go, once nothing can be refused any more: block and offset.
+    /// Where the ids of the plain rows go, once nothing can be refused any more: block and position.
     slots: Vec<(BlockId, u32)>,
     num_plain: usize,
     /// The other rows, in order.
     others: Vec<usize>,
-    /// Plain rows that fill their block, in order, with it, and how many of them have published it.
-    filled: Vec<(u32, BlockId)>,
-    num_filled: usize,
-    num_published: usize,
+    /// Of plain rows in a row, those that fill their block.
+    filled: Vec<u32>,
     digests: Vec<Digest>,
 }
 
@@ -31,10 +30,10 @@ impl CommitRows {
     fn start(&mut self, rows: usize) {
         if self.slots.len() < rows {
             self.slots.resize(rows, (BlockId::HOLE, 0));
-            self.filled.resize(rows, (0, BlockId::HOLE));
+            self.filled.resize(rows, 0);
         }
         self.others.clear();
-        (self.num_plain, self.num_filled, self.num_published) = (0, 0, 0);
+        self.num_plain = 0;
     }
 }
 
@@ -60,8 +59,9 @@ impl Manager {
             let other = self.commit.others.get(num_others).copied();
             let end = other.unwrap_or(handles.len());
             let (own, others) = rest.split_at(end - row);
-            self.pool.store_each(&self.commit.slots[row - num_others..end - num_others], own);
-            self.publish_filled(handles, end);
+            let CommitRows { slots, filled, .. } = &mut self.commit;
+            let num_filled = self.pool.store_each(&slots[row - num_others..end - num_others], own, filled);
+            self.publish_filled(&handles[row..end], row - num_others, num_filled);
             let Some(row_of_other) = other else { break };
             let seq = &mut self.seqs[handles[row_of_other]];
             let count = counts.at(row_of_other);
@@ -143,37 +143,24 @@ impl Manager {
         if self.merge {
             return 0;
         }
-        let (batch, size, mut seqs) = (self.batch, self.size, self.seqs.places());
-        let CommitRows { slots, filled, num_filled, others, .. } = &mut self.commit;
+        let (batch, mut seqs) = (self.batch, self.seqs.places());
+        let CommitRows { slots, others, .. } = &mut self.commit;
         let handles = &handles[row..];
         let slots = &mut slots[row - others.len()..][..handles.len()];
-        let filled = &mut filled[*num_filled..];
-        let (mut at, mut num_new) = (0, 0);
-        while at < slots.len().min(filled.len()) {
+        for at in 0..handles.len() {
             if let Some(&handle) = handles.get(at + SEQS_AHEAD) {
                 seqs.prefetch(handle);
             }
-            let Some(seq) = seqs.get_mut(handles[at]) else { break };
+            let Some(seq) = seqs.get_mut(handles[at]) else { return at };
             if seq.seen == batch || counts(row + at) != 1 {
-                break;
+                return at;
             }
-            let Some(block) = seq.in_flight.pop_placed() else { break };
+            let Some(block) = seq.in_flight.pop_placed() else { return at };
             seq.seen = batch;
-            let offset = size.offset(seq.num_computed());
+            slots[at] = (block, seq.computed);
             seq.computed += 1;
-            slots[at] = (block, offset as u32);
-            // One row in `size` fills its block, and no branch predictor knows which.
-            filled[num_new] = ((row + at) as u32, block);
-            num_new += usize::from(offset + 1 == size.get());
-            at += 1;
         }
-        *num_filled += num_new;
-        for &(filled, _) in &filled[..num_new] {
-            if let Some(seq) = seqs.get_mut(handles[filled as usize - row]) {
-                seq.prefetch_tip();
-            }
-        }
-        at
+        handles.len()
     }
 
     /// Take back what `accept_plain_rows` has done.
@@ -190,27 +177,28 @@ impl Manager {
         }
     }
 
-    /// Publish the blocks that plain rows before row `end` have filled: all digests first, and what they lead to is asked
-    /// for.
-    fn publish_filled(&mut self, handles: &[SeqHandle], end: usize) {
-        let CommitRows { filled, num_filled, num_published, digests, .. } = &mut self.commit;
-        let filled = &filled[*num_published..*num_filled];
-        let filled = &filled[..filled.partition_point(|&(row, _)| (row as usize) < end)];
-        *num_published += filled.len();
+    /// Publish the blocks that `num_filled` of some plain rows in a row have filled, the first of which is the `first`th:
+    /// all digests first, and what they lead to is asked for.
+    fn publish_filled(&mut self, handles: &[SeqHandle], first: usize, num_filled: usize) {
+        let CommitRows { slots, filled, digests, .. } = &mut self.commit;
+        let filled = &filled[..num_filled];
         digests.clear();
         if self.pool.index.is_some() {
-            for &(row, block) in filled {
-                let seq = &self.seqs[handles[row as usize]];
+            for (at, &row) in filled.iter().enumerate() {
+                if let Some(&ahead) = filled.get(at + AHEAD) {
+                    self.seqs[handles[ahead as usize]].prefetch_tip();
+                }
+                let (seq, (block, _)) = (&self.seqs[handles[row as usize]], slots[first + row as usize]);
                 let digest = self.pool.digest(block, &seq.tip, seq.extra(seq.num_published));
                 self.pool.prefetch_publication(block, &digest);
                 digests.push(digest);
             }
         }
-        for (at, &(row, block)) in filled.iter().enumerate() {
+        for (at, &row) in filled.iter().enumerate() {
             let seq = &mut self.seqs[handles[row as usize]];
             seq.keep_room_to_grow();
             if let (Some(digest), false) = (digests.get(at), seq.unlisted) {
-                seq.publish_next(block, digest, &mut self.pool);
+                seq.publish_next(slots[first + row as usize].0, digest, &mut self.pool);
             }
         }
     }

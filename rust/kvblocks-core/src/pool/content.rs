@@ -29,14 +29,15 @@ impl Pool {
         self.count_written(raised, namespace);
     }
 
-    /// Write ids of single tokens, each into its slot (block, offset), and raise the marks of the blocks. O(ids).
+    /// Write ids of single tokens, each into its slot (block, position), and raise the marks of the blocks. Returns how many
+    /// have filled their block, which `filled`, as long as the rest, begins with then. O(ids).
     #[inline]
-    pub fn store_each(&mut self, slots: &[(BlockId, u32)], ids: &[u32]) {
-        let Self { blocks, namespaces, used_slots, .. } = self;
-        blocks.write_each(slots, ids, |raised, namespace| {
+    pub fn store_each(&mut self, slots: &[(BlockId, u32)], ids: &[u32], filled: &mut [u32]) -> usize {
+        let Self { blocks, namespaces, used_slots, block_size, .. } = self;
+        blocks.write_each(slots, ids, *block_size, filled, |raised, namespace| {
             *used_slots += u64::from(raised);
             namespaces.usage(namespace).used_slots += u64::from(raised);
-        });
+        })
     }
 
     /// Count slots by which marks were raised. O(1).
