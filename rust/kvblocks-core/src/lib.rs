@@ -44,6 +44,7 @@ mod pool;
 mod prefetch;
 mod prefix;
 mod prompt;
+mod release;
 mod sequence;
 mod sequences;
 mod stats;

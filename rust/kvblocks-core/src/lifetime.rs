@@ -10,7 +10,8 @@ use crate::ids::{BlockId, SeqHandle};
 use crate::manager::{settle, Counts, Manager};
 use crate::prefix;
 use crate::prompt::{Prompt, Tokens};
-use crate::sequence::{Owed, Sequence, Share};
+use crate::release::Owed;
+use crate::sequence::{Sequence, Share};
 
 /// Children that one `fork` call may make: a bound on what a wrong count can ask for.
 const MAX_CHILDREN: usize = 1 << 20;
