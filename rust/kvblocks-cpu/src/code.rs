@@ -229,7 +229,8 @@ macro_rules! fp8 {
             #[inline(always)]
             unsafe fn load_pairs<S: Simd>(simd: S, from: *const Self) -> [S::I; 2] {
                 // SAFETY: the caller's.
-                simd.look_up_pairs(unsafe { simd.load_bits(from.cast()) }, &Self::PAIRS)
+                let codes = unsafe { simd.load_bits(from.cast()) };
+                simd.look_up_pairs(codes, codes, &Self::PAIRS)
             }
 
             /// The bytes of each 16-byte part are paired in two halves of it: 8 to the first vector, 8 to the second.
@@ -240,8 +241,8 @@ macro_rules! fp8 {
             #[inline(always)]
             fn pair_rows<S: Simd>(simd: S, a: S::I, b: S::I) -> [S::I; 4] {
                 let [low, high] = simd.interleave::<8>(a, b);
-                let [first, second] = simd.look_up_pairs(low, &Self::PAIRS);
-                let [third, fourth] = simd.look_up_pairs(high, &Self::PAIRS);
+                let [first, second] = simd.look_up_pairs(low, low, &Self::PAIRS);
+                let [third, fourth] = simd.look_up_pairs(high, high, &Self::PAIRS);
                 [first, second, third, fourth]
             }
 
@@ -320,7 +321,8 @@ impl Code for i8 {
     #[inline(always)]
     unsafe fn load_pairs<S: Simd>(simd: S, from: *const Self) -> [S::I; 2] {
         // SAFETY: the caller's.
-        simd.look_up_pairs(simd.sign_magnitude(unsafe { simd.load_bits(from.cast()) }), &HALVES)
+        let codes = unsafe { simd.load_bits(from.cast()) };
+        simd.look_up_pairs(simd.fold_bytes(codes), codes, &HALVES)
     }
 
     fn place_of_pair(vector: usize, lane: usize) -> usize {
@@ -330,8 +332,8 @@ impl Code for i8 {
     #[inline(always)]
     fn pair_rows<S: Simd>(simd: S, a: S::I, b: S::I) -> [S::I; 4] {
         let [low, high] = simd.interleave::<8>(a, b);
-        let [first, second] = simd.look_up_pairs(simd.sign_magnitude(low), &HALVES);
-        let [third, fourth] = simd.look_up_pairs(simd.sign_magnitude(high), &HALVES);
+        let [first, second] = simd.look_up_pairs(simd.fold_bytes(low), low, &HALVES);
+        let [third, fourth] = simd.look_up_pairs(simd.fold_bytes(high), high, &HALVES);
         [first, second, third, fourth]
     }
 

@@ -59,16 +59,9 @@ pub(super) fn run<S: Simd>(
     let (group, head_dim, head_dim_v) = (call.group(), call.head_dim(), call.head_dim_v());
     let q_heads = unit.heads.start * group..unit.heads.end * group;
     let source = call.source(unit);
-    let Scratch {
-        row,
-        scales: [k_scales, v_scales],
-        folded,
-        q,
-        weights,
-        factors,
-        lane_sums,
-        tiles: [now, next],
-    } = scratch;
+    let Scratch { row, scales: [k_scales, v_scales], folded, q, weights, factors, lane_sums, tiles } =
+        scratch;
+    let [mut now, mut next] = tiles.each_mut();
     row.resize(head_dim.max(head_dim_v), 0.0);
     let q_stride = head_dim.next_multiple_of(2 * S::LANES);
     let q = q.filled(q_heads.len() * q_stride, 0.0);
@@ -99,6 +92,10 @@ pub(super) fn run<S: Simd>(
     let weights = weights.filled(q_heads.len() * TILE, 0.0);
     let all_factors = unit.heads.len() * TILE;
     let factors = factors.filled(3 * all_factors, 1.0);
+    if let Scaling::Head(scale) = source.k.scaling {
+        let of_heads = factors.chunks_exact_mut(TILE).zip(&scale[unit.heads.clone()]);
+        of_heads.for_each(|(factors, &scale)| factors.fill(scale));
+    }
     let lane_sums = lane_sums.filled(q_heads.len() * 3 * S::LANES, 0.0);
     // SAFETY: no other unit has these heads of this partial result.
     let (states, sums) = unsafe { partials.of(call, unit.partial, q_heads.clone()) };
@@ -110,7 +107,7 @@ pub(super) fn run<S: Simd>(
         let [k_next, v_next] = if next.len == 0 { [&now.k, &now.v] } else { [&next.k, &next.v] };
         let (k_factors, v_factors) = factors.split_at_mut(all_factors);
         let (v_factors, undo_v_factors) = v_factors.split_at_mut(all_factors);
-        if matches!(source.k.scaling, Scaling::Head(_) | Scaling::TokenHead(_)) {
+        if matches!(source.k.scaling, Scaling::TokenHead(_)) {
             load_factors(source.k, now, unit, k_factors);
         }
         if matches!(source.v.scaling, Scaling::TokenHead(_)) {
@@ -175,7 +172,7 @@ pub(super) fn run<S: Simd>(
             }
         }
         first += now.len;
-        std::mem::swap(now, next);
+        std::mem::swap(&mut now, &mut next);
     }
     let rows =
         states.iter_mut().zip(sums.chunks_exact_mut(head_dim_v)).zip(lane_sums.chunks_exact(3 * S::LANES));

@@ -370,11 +370,11 @@ impl Simd for Avx2 {
         [a, b]
     }
 
-    fn look_up_pairs(self, codes: __m256i, _: &[[u8; 128]; 2]) -> [__m256i; 2] {
-        [codes; 2]
+    fn look_up_pairs(self, places: __m256i, _: __m256i, _: &[[u8; 128]; 2]) -> [__m256i; 2] {
+        [places; 2]
     }
 
-    fn sign_magnitude(self, a: __m256i) -> __m256i {
+    fn fold_bytes(self, a: __m256i) -> __m256i {
         a
     }
 

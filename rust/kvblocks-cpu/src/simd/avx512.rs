@@ -396,24 +396,20 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
-    fn look_up_pairs(self, codes: __m512i, tables: &[[u8; 128]; 2]) -> [__m512i; 2] {
+    fn look_up_pairs(self, places: __m512i, signs: __m512i, tables: &[[u8; 128]; 2]) -> [__m512i; 2] {
         on_registers!(if BF16 {
-            let [low, high] = [look_up_bytes(codes, &tables[0]), look_up_bytes(codes, &tables[1])];
-            // high | (codes & 0x80)
-            let high = _mm512_ternarylogic_epi64::<0xF8>(high, codes, _mm512_set1_epi8(-128));
+            let [low, high] = [look_up_bytes(places, &tables[0]), look_up_bytes(places, &tables[1])];
+            // high | (signs & 0x80)
+            let high = _mm512_ternarylogic_epi64::<0xF8>(high, signs, _mm512_set1_epi8(-128));
             self.interleave::<8>(low, high)
         } else {
-            [codes; 2]
+            [places; 2]
         })
     }
 
     #[inline(always)]
-    fn sign_magnitude(self, a: __m512i) -> __m512i {
-        on_registers!({
-            // 127 - a has the sign bit of a, and its other bits inverted.
-            let negative = _mm512_movepi8_mask(a);
-            _mm512_mask_sub_epi8(a, negative, _mm512_set1_epi8(127), a)
-        })
+    fn fold_bytes(self, a: __m512i) -> __m512i {
+        on_registers!(_mm512_min_epu8(a, _mm512_xor_si512(a, _mm512_set1_epi8(-1))))
     }
 
     #[inline(always)]

@@ -129,12 +129,12 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// the first 8 bytes, and of the others.
     fn interleave<const BITS: usize>(self, a: Self::I, b: Self::I) -> [Self::I; 2];
 
-    /// Look bytes up in two tables of their low 7 bits, keep the sign bit in the second result, and interleave both
-    /// results: 4 * LANES elements of 16 bits.
-    fn look_up_pairs(self, codes: Self::I, tables: &[[u8; 128]; 2]) -> [Self::I; 2];
+    /// Look bytes up in two tables, at the low 7 bits of `places`; the sign bits of other bytes go into the second result,
+    /// and both are interleaved: 4 * LANES elements of 16 bits.
+    fn look_up_pairs(self, places: Self::I, signs: Self::I, tables: &[[u8; 128]; 2]) -> [Self::I; 2];
 
-    /// Bytes i >= 0 stay, and -1 - i become i with the sign bit.
-    fn sign_magnitude(self, a: Self::I) -> Self::I;
+    /// The smaller of each byte and its complement: i of bytes i below 128 and of -1 - i.
+    fn fold_bytes(self, a: Self::I) -> Self::I;
 
     /// Store as bf16, rounded to nearest even, subnormal numbers as 0; what was stored comes back.
     ///

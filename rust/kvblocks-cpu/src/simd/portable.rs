@@ -315,11 +315,11 @@ impl Simd for Portable {
         [a, b]
     }
 
-    fn look_up_pairs(self, codes: I, _: &[[u8; 128]; 2]) -> [I; 2] {
-        [codes; 2]
+    fn look_up_pairs(self, places: I, _: I, _: &[[u8; 128]; 2]) -> [I; 2] {
+        [places; 2]
     }
 
-    fn sign_magnitude(self, a: I) -> I {
+    fn fold_bytes(self, a: I) -> I {
         a
     }
 
