@@ -1,7 +1,8 @@
 """Queries and results of bfloat16 over rows long enough for pairs of bfloat16: what may be rounded, and by how much.
 
 A backend may round the weights of V to bfloat16 where the result is rounded to it anyway. So an element of the result
-may be off by its own rounding, and by that of every weight: both are at most 2^-8 of what is rounded.
+may be off by its own rounding, and by that of every weight: both are at most 2^-8 of what is rounded. Where neighbours
+share a scale, what is rounded may be weights times scales: an element is off by as much as the largest of its group.
 """
 
 import numpy as np
@@ -24,12 +25,20 @@ OPTIONS = [
 ]
 
 
+def largest_of_groups(values: np.ndarray, size: int) -> np.ndarray:
+    """The largest of each group of neighbours, in the place of all of them."""
+    *rows, dim = values.shape
+    size = min(size, dim)  # a short row is one group
+    return values.reshape(*rows, dim // size, size).max(axis=-1).repeat(size, axis=-1)
+
+
 def within_rounding(made: scene.Scene, tail: object = None, **options: object) -> None:
     """Compare each element with the reference, and the log-sum-exp with that of weights that are not rounded."""
     out, lse = made.attend(**(options if tail is None else options | {"tail": tail}))
     expected, expected_lse = made.expected(**options)
     # The same weights on magnitudes.
-    magnitudes = [(k, np.abs(v)) for k, v in made.sequences]
+    group = made.cache.format.v.group if made.cache.format.v.scaling == "group" else 1
+    magnitudes = [(k, largest_of_groups(np.abs(v), group)) for k, v in made.sequences]
     queries = [load(made.q[row : row + 1]) for row in range(len(made.q))]
     of_weights, _ = reference.attend(queries, magnitudes, **options)
     limit = 1.02 * UNIT * (np.abs(expected) + of_weights) + 1e-5 * of_weights

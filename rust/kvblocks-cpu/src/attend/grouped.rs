@@ -19,8 +19,8 @@ use crate::simd::{Simd, Task, MAX_LANES};
 /// Scales and zeros of a tile as f32.
 pub(super) struct Scales {
     /// By `place`, head and group, or by `place`, head and element where groups are of tokens.
-    scale: Vec<f32>,
-    zero: Vec<f32>,
+    pub(super) scale: Vec<f32>,
+    pub(super) zero: Vec<f32>,
     /// Where those of a key begin.
     place: [usize; TILE],
     /// From a head to the next.
@@ -48,8 +48,8 @@ impl Task for Load<'_> {
     fn run<S: Simd>(self, simd: S) {
         let (dim, num_heads) = (self.cache.dim(), self.cache.paged.num_heads);
         let Scales { scale, zero, place, head_stride } = self.scales;
-        // What fills up the last of fours has a place too.
-        let slots = &self.tile.slots[..self.tile.len.next_multiple_of(4)];
+        // What fills up the last of eights has a place too.
+        let slots = &self.tile.slots[..self.tile.len.next_multiple_of(8)];
         let next = &self.next.slots[..self.next.len];
         match self.cache.scaling {
             Scaling::Group(groups) => {
@@ -111,23 +111,26 @@ fn ask<S: Simd>(simd: S, scales: &[f16]) {
 
 const LINE_BYTES: usize = 64;
 
+/// Elements that share a scale in all formats with groups of elements.
+pub(super) const GROUP: usize = 32;
+
 /// The packed rows of some heads of a tile.
 pub(super) struct Rows<'a> {
     /// From the rows of the first head on, which tokens are offsets to.
     data: &'a [u8],
-    head_stride: usize,
-    num_heads: usize,
+    pub(super) head_stride: usize,
+    pub(super) num_heads: usize,
     /// Whether the heads of a token lie side by side.
     heads_together: bool,
     /// Query heads that share a head.
-    group: usize,
+    pub(super) group: usize,
     /// Elements of a row.
-    dim: usize,
+    pub(super) dim: usize,
     bits: usize,
     /// Elements that share a scale, or all of a row.
     size: usize,
     of_tokens: bool,
-    scales: &'a Scales,
+    pub(super) scales: &'a Scales,
     /// Where the rows of a tile start, and those of the next one.
     tokens: &'a [usize; TILE],
     next: &'a [usize; TILE],
@@ -174,7 +177,7 @@ impl<'a> Rows<'a> {
     /// # Safety
     /// The head is one of these, and the key below TILE.
     #[inline(always)]
-    unsafe fn at(&self, head: usize, key: usize) -> *const u8 {
+    pub(super) unsafe fn at(&self, head: usize, key: usize) -> *const u8 {
         // SAFETY: the caller's.
         let token = unsafe { *self.tokens.get_unchecked(key) };
         self.data.as_ptr().wrapping_add(head * self.head_stride + token)
@@ -182,7 +185,7 @@ impl<'a> Rows<'a> {
 
     /// Ask for the rows of a head in the places of some keys in the next tile.
     #[inline(always)]
-    fn ask<S: Simd>(&self, simd: S, head: usize, keys: Range<usize>) {
+    pub(super) fn ask<S: Simd>(&self, simd: S, head: usize, keys: Range<usize>) {
         let head = self.data.as_ptr().wrapping_add(head * self.head_stride);
         for next in &self.next[keys] {
             for line in (0..self.dim * self.bits / 8).step_by(LINE_BYTES) {
@@ -221,7 +224,7 @@ impl<'a> Rows<'a> {
     /// # Safety
     /// The key is below TILE.
     #[inline(always)]
-    unsafe fn scales_of(&self, head: usize, key: usize) -> usize {
+    pub(super) unsafe fn scales_of(&self, head: usize, key: usize) -> usize {
         // SAFETY: the caller's.
         unsafe { self.scales.place.get_unchecked(key) + head * self.scales.head_stride }
     }
@@ -278,7 +281,7 @@ unsafe fn load_codes<S: Simd, const BITS: usize>(simd: S, from: *const u8, len: 
 }
 
 /// A product that goes over the rows, some heads of the query at a time.
-trait Product {
+pub(super) trait Product {
     fn rows(&self) -> &Rows<'_>;
 
     /// Query heads at a time, at most.
@@ -297,8 +300,9 @@ trait Product {
     );
 }
 
+/// Run a product over the rows.
 #[inline(always)]
-fn run<S: Simd, P: Product>(simd: S, product: &mut P) {
+pub(super) fn run<S: Simd, P: Product>(simd: S, product: &mut P) {
     match (product.rows().bits, product.rows().of_tokens) {
         (4, false) => all_heads::<S, P, 4, false>(simd, product),
         (4, true) => all_heads::<S, P, 4, true>(simd, product),

@@ -12,6 +12,7 @@ mod grouped;
 mod lines;
 mod narrow;
 mod order;
+mod packed;
 mod pairs;
 mod plan;
 mod products;

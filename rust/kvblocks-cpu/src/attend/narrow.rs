@@ -1,5 +1,5 @@
-//! Attention of one query: lanes are elements of a row. Imports `grouped`, `lines`, `order`, `pairs`, `products`, `rows`,
-//! `tile`, `code`, `simd` and `math`.
+//! Attention of one query: lanes are elements of a row. Imports `grouped`, `lines`, `order`, `packed`, `pairs`, `products`,
+//! `rows`, `tile`, `code`, `simd` and `math`.
 //!
 //! A row of K or V is loaded once for up to four query heads, in the order in which rows lie in memory; while a tile is
 //! computed, the next one is asked for. Where queries and results are bf16, so are the weights of V, and the values are
@@ -9,6 +9,7 @@
 use super::grouped;
 use super::lines::Lines;
 use super::order::{are_bf16, Order};
+use super::packed;
 use super::pairs::PairSums;
 use super::products::{How, Logits, Sums};
 use super::rows::Rows;
@@ -29,6 +30,7 @@ pub(super) struct Scratch {
     /// Of K and V, where they have groups; and queries with scales of K in them.
     scales: [grouped::Scales; 2],
     folded: Lines,
+    pairs: [packed::Pairs; 4],
     /// `[num_q_heads, TILE]`: logits, then weights.
     weights: Lines,
     /// `[3, num_heads, TILE]`: what K and V of a token are multiplied with, and what undoes the latter.
@@ -43,7 +45,8 @@ impl Default for Scratch {
         let tiles = [Tile::EMPTY, Tile::EMPTY];
         let scales = [grouped::Scales::EMPTY; 2];
         let [folded, q, weights, factors, lane_sums] = std::array::from_fn(|_| Lines::default());
-        Self { row: Vec::new(), scales, folded, q, weights, factors, lane_sums, tiles }
+        let pairs = [const { packed::Pairs::NONE }; 4];
+        Self { row: Vec::new(), scales, folded, pairs, q, weights, factors, lane_sums, tiles }
     }
 }
 
@@ -59,7 +62,7 @@ pub(super) fn run<S: Simd>(
     let (group, head_dim, head_dim_v) = (call.group(), call.head_dim(), call.head_dim_v());
     let q_heads = unit.heads.start * group..unit.heads.end * group;
     let source = call.source(unit);
-    let Scratch { row, scales: [k_scales, v_scales], folded, q, weights, factors, lane_sums, tiles } =
+    let Scratch { row, scales: [k_scales, v_scales], folded, q, weights, factors, lane_sums, tiles, pairs } =
         scratch;
     let [mut now, mut next] = tiles.each_mut();
     row.resize(head_dim.max(head_dim_v), 0.0);
@@ -133,7 +136,11 @@ pub(super) fn run<S: Simd>(
             if let Some(rows) =
                 grouped::Rows::new(source.k, k_scales, unit.heads.clone(), group, (&now.k, &next.k), now.len)
             {
-                simd.vectorize(grouped::Logits { rows, q, q_stride, folded, logits: weights });
+                if how == How::Pairs {
+                    simd.vectorize(packed::Logits { rows, q, q_stride, logits: weights });
+                } else {
+                    simd.vectorize(grouped::Logits { rows, q, q_stride, folded, logits: weights });
+                }
             }
         }
         let weigh = Weights {
@@ -168,7 +175,11 @@ pub(super) fn run<S: Simd>(
             if let Some(rows) =
                 grouped::Rows::new(source.v, v_scales, unit.heads.clone(), group, (&now.v, &next.v), now.len)
             {
-                simd.vectorize(grouped::Sums { rows, weights, sums });
+                if v_order.is_plain() {
+                    simd.vectorize(grouped::Sums { rows, weights, sums });
+                } else {
+                    simd.vectorize(packed::Sums { rows, weights, sums, pairs });
+                }
             }
         }
         first += now.len;
@@ -218,10 +229,11 @@ fn order_of_k<S: Simd>(cache: &Cache<'_>, exact: bool) -> (How, Order) {
         };
         (how, order)
     }
-    if !cache.scaling.is_factor() {
-        return (How::Elements, Order::PLAIN);
+    match packed::bits_of::<S>(cache) {
+        Some(bits) if exact => (How::Pairs, packed::order_of_k(bits, cache.dim())),
+        _ if !cache.scaling.is_factor() => (How::Elements, Order::PLAIN),
+        _ => with_elements!(Elements, cache.data, data => of::<S, _>(data, cache.dim(), exact)),
     }
-    with_elements!(Elements, cache.data, data => of::<S, _>(data, cache.dim(), exact))
 }
 
 /// Whether weights of V are rounded, for pairs of keys, and the order that the sums stand in.
@@ -236,10 +248,11 @@ fn order_of_v<S: Simd>(cache: &Cache<'_>, rounds: bool) -> (bool, Order) {
         }
         (!order.is_plain(), order)
     }
-    if !cache.scaling.is_factor() {
-        return (false, Order::PLAIN);
+    match packed::bits_of::<S>(cache) {
+        Some(bits) if rounds => (false, packed::order_of_v(bits, cache.dim())),
+        _ if !cache.scaling.is_factor() => (false, Order::PLAIN),
+        _ => with_elements!(Elements, cache.data, data => of::<S, _>(data, cache.dim(), rounds)),
     }
-    with_elements!(Elements, cache.data, data => of::<S, _>(data, cache.dim(), rounds))
 }
 
 /// The factors of the tokens of a tile, `[num_heads, TILE]`.

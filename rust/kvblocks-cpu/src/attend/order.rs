@@ -11,13 +11,16 @@ pub(super) struct Order {
     /// The element at each place, unless it is the place itself. In pairs of elements, a vector of low halves and one of
     /// the elements after them take turns.
     elements: Vec<usize>,
-    /// What pairs are more than the values.
+    /// Elements of a query in pairs that sums of lanes come after, and what these are multiplied with.
+    chunk: usize,
+    lane_sums: f32,
+    /// What values in pairs are more than they should be.
     offset: f32,
 }
 
 impl Order {
     /// The order of a row.
-    pub(super) const PLAIN: Self = Self { elements: Vec::new(), offset: 0.0 };
+    pub(super) const PLAIN: Self = Self { elements: Vec::new(), chunk: 0, lane_sums: 0.0, offset: 0.0 };
 
     /// The order for rows of a type whose elements go in pairs with their neighbours; plain where they cannot.
     pub(super) fn of_pairs<S: Simd, T: Code>(dim: usize) -> Self {
@@ -35,7 +38,13 @@ impl Order {
             return Self::PLAIN;
         }
         let element = |at: usize| at / block * block + place(at % block / S::LANES, at % S::LANES);
-        Self { elements: (0..dim).map(element).collect(), offset: T::PAIR_OFFSET }
+        let elements = (0..dim).map(element).collect();
+        Self { elements, chunk: dim, lane_sums: -T::PAIR_OFFSET, offset: T::PAIR_OFFSET }
+    }
+
+    /// The order of given elements, of a query with the sums of the lanes of each chunk, or of sums.
+    pub(super) fn of_chunks(elements: Vec<usize>, chunk: usize) -> Self {
+        Self { elements, chunk, lane_sums: 1.0, offset: 0.0 }
     }
 
     pub(super) fn is_plain(&self) -> bool {
@@ -48,16 +57,21 @@ impl Order {
         to.iter_mut().zip(&self.elements).for_each(|(to, &element)| *to = row[element]);
     }
 
-    /// Put a query of bf16 numbers in order, in pairs with their neighbours; then a vector to begin sums of products with,
-    /// which takes off what pairs of K are more than its values.
+    /// Put a query of bf16 numbers in order, in pairs. After each chunk of it, a vector has the sums of its lanes times a
+    /// factor: what takes off what pairs of K are more than their values.
     #[inline(always)]
     pub(super) fn arrange_pairs<S: Simd>(&self, row: &[f32], to: &mut [f32]) {
-        let (pairs, start) = to.split_at_mut(self.elements.len() / 2);
-        let lows = self.elements.chunks_exact(S::LANES).step_by(2).flatten();
-        for (at, (to, &element)) in pairs.iter_mut().zip(lows).enumerate() {
-            let [low, high] = [row[element], row[element + 1]];
-            *to = f32::from_bits(low.to_bits() >> 16 | high.to_bits());
-            start[at % S::LANES] -= self.offset * (low + high);
+        let chunks = to.chunks_exact_mut(self.chunk / 2 + S::LANES);
+        for (to, elements) in chunks.zip(self.elements.chunks_exact(self.chunk)) {
+            let (pairs, sums) = to.split_at_mut(self.chunk / 2);
+            for (pairs, elements) in pairs.chunks_exact_mut(S::LANES).zip(elements.chunks_exact(2 * S::LANES))
+            {
+                for (lane, (pair, sum)) in pairs.iter_mut().zip(&mut *sums).enumerate() {
+                    let [low, high] = [row[elements[lane]], row[elements[S::LANES + lane]]];
+                    *pair = f32::from_bits(low.to_bits() >> 16 | high.to_bits());
+                    *sum += self.lane_sums * (low + high);
+                }
+            }
         }
     }
 

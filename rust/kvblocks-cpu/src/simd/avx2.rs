@@ -362,26 +362,6 @@ impl Simd for Avx2 {
         })
     }
 
-    fn dot_pairs(self, _: __m256i, _: __m256i, c: __m256) -> __m256 {
-        c
-    }
-
-    fn interleave<const BITS: usize>(self, a: __m256i, b: __m256i) -> [__m256i; 2] {
-        [a, b]
-    }
-
-    fn look_up_pairs(self, places: __m256i, _: __m256i, _: &[[u8; 128]; 2]) -> [__m256i; 2] {
-        [places; 2]
-    }
-
-    fn fold_bytes(self, a: __m256i) -> __m256i {
-        a
-    }
-
-    unsafe fn store_bf16(self, _: *mut u16, a: __m256) -> __m256 {
-        a
-    }
-
     #[inline(always)]
     fn prefetch_near(self, address: *const u8) {
         on_registers!(_mm_prefetch::<_MM_HINT_T0>(address.cast()))

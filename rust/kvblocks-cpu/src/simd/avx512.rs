@@ -65,6 +65,13 @@ fn look_up_bytes(codes: __m512i, table: &[u8; 128]) -> __m512i {
     _mm512_permutex2var_epi8(first, codes, second)
 }
 
+/// Of the first fourth the first lane, of the second the second, and so on, in all lanes of the fourth.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn spread_lanes(a: __m512) -> __m512 {
+    _mm512_permutevar_ps(a, _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3))
+}
+
 impl<const BF16: bool> Simd for Avx512<BF16> {
     type F = __m512;
     type I = __m512i;
@@ -420,6 +427,49 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(rounded)))
         } else {
             a
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles<const BITS: usize>(self, from: *const u8) -> __m512i {
+        on_memory!(if BITS == 2 {
+            let eights = _mm512_castsi256_si512(_mm256_loadu_si256(from.cast()));
+            let twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), eights);
+            _mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 4, 0, 4, 0, 4, 0, 4))
+        } else {
+            _mm512_loadu_si512(from.cast())
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn spread(self, from: *const f32) -> __m512 {
+        on_memory!(spread_lanes(_mm512_broadcast_f32x4(_mm_loadu_ps(from))))
+    }
+
+    #[inline(always)]
+    unsafe fn load_fourths(self, [a, b, c, d]: [*const f32; 4]) -> __m512 {
+        on_memory!({
+            let ab = _mm512_insertf32x4::<1>(_mm512_castps128_ps512(_mm_loadu_ps(a)), _mm_loadu_ps(b));
+            _mm512_insertf32x4::<3>(_mm512_insertf32x4::<2>(ab, _mm_loadu_ps(c)), _mm_loadu_ps(d))
+        })
+    }
+
+    #[inline(always)]
+    fn pair_fourths(self, a: __m512, b: __m512) -> __m512i {
+        on_registers!(if BF16 {
+            let rounded = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(b, a));
+            let pairs = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+            _mm512_shuffle_epi8(rounded, _mm512_broadcast_i32x4(pairs))
+        } else {
+            _mm512_castps_si512(a)
+        })
+    }
+
+    #[inline(always)]
+    fn sum_fourths(self, a: __m512) -> __m512 {
+        on_registers!({
+            let halves = _mm512_add_ps(a, _mm512_shuffle_f32x4::<0x4E>(a, a));
+            spread_lanes(_mm512_add_ps(halves, _mm512_shuffle_f32x4::<0xB1>(halves, halves)))
         })
     }
 

@@ -120,27 +120,80 @@ pub(crate) trait Simd: Copy + Send + Sync {
         [self.as_float(self.shift_left::<16>(a)), self.as_float(self.and(a, self.splat_bits(0xFFFF_0000)))]
     }
 
-    /// The products of both halves of each lane as bf16, added to c; only where `BF16` is true.
-    fn dot_pairs(self, a: Self::I, b: Self::I, c: Self::F) -> Self::F;
+    // What follows is there where `BF16` is true; elsewhere nobody asks for it.
 
-    /// The four operations below are only there where `BF16` is true.
-    ///
+    /// The products of both halves of each lane as bf16, added to c.
+    fn dot_pairs(self, a: Self::I, b: Self::I, c: Self::F) -> Self::F {
+        let _ = (a, b);
+        c
+    }
+
     /// Interleave the bytes (8 bits) or halves of lanes (16) of two vectors, within each 16 bytes of them: what comes of
     /// the first 8 bytes, and of the others.
-    fn interleave<const BITS: usize>(self, a: Self::I, b: Self::I) -> [Self::I; 2];
+    fn interleave<const BITS: usize>(self, a: Self::I, b: Self::I) -> [Self::I; 2] {
+        [a, b]
+    }
 
     /// Look bytes up in two tables, at the low 7 bits of `places`; the sign bits of other bytes go into the second result,
     /// and both are interleaved: 4 * LANES elements of 16 bits.
-    fn look_up_pairs(self, places: Self::I, signs: Self::I, tables: &[[u8; 128]; 2]) -> [Self::I; 2];
+    fn look_up_pairs(self, places: Self::I, signs: Self::I, tables: &[[u8; 128]; 2]) -> [Self::I; 2] {
+        let _ = tables;
+        [places, signs]
+    }
 
     /// The smaller of each byte and its complement: i of bytes i below 128 and of -1 - i.
-    fn fold_bytes(self, a: Self::I) -> Self::I;
+    fn fold_bytes(self, a: Self::I) -> Self::I {
+        a
+    }
 
     /// Store as bf16, rounded to nearest even, subnormal numbers as 0; what was stored comes back.
     ///
     /// # Safety
     /// `LANES` elements are writable.
-    unsafe fn store_bf16(self, to: *mut u16, a: Self::F) -> Self::F;
+    unsafe fn store_bf16(self, to: *mut u16, a: Self::F) -> Self::F {
+        let _ = to;
+        a
+    }
+
+    /// 8 * LANES packed codes, 32 to each fourth of the vector: of 4 bits, a byte has two neighbours; of 2 bits, byte i of a
+    /// fourth has codes 4 i and 4 i + 1 in its low half for i below 8, and codes 4 i - 30 and 4 i - 29 for others.
+    ///
+    /// # Safety
+    /// They are readable.
+    unsafe fn load_nibbles<const BITS: usize>(self, from: *const u8) -> Self::I {
+        let _ = from;
+        self.splat_bits(0)
+    }
+
+    /// Four elements, each in all lanes of a fourth.
+    ///
+    /// # Safety
+    /// They are readable.
+    unsafe fn spread(self, from: *const f32) -> Self::F {
+        let _ = from;
+        self.splat(0.0)
+    }
+
+    /// Four elements from each of four places, a fourth each.
+    ///
+    /// # Safety
+    /// They are readable.
+    unsafe fn load_fourths(self, from: [*const f32; 4]) -> Self::F {
+        let _ = from;
+        self.splat(0.0)
+    }
+
+    /// Two vectors as bf16, rounded to nearest even, subnormal numbers as 0: in the fourths of the result, pairs of the first
+    /// and second fourth of a, of its third and last, and the same of b.
+    fn pair_fourths(self, a: Self::F, b: Self::F) -> Self::I {
+        let _ = b;
+        self.bits(a)
+    }
+
+    /// The sum of the fourths; then each of its lanes in all lanes of a fourth.
+    fn sum_fourths(self, a: Self::F) -> Self::F {
+        a
+    }
 
     /// Ask for the cache line of an address, valid or not, in the first-level cache.
     fn prefetch_near(self, address: *const u8);

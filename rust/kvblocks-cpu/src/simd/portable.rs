@@ -307,26 +307,6 @@ impl Simd for Portable {
         unsafe { std::ptr::copy_nonoverlapping(packed.to_le_bytes().as_ptr(), to, BITS) }
     }
 
-    fn dot_pairs(self, _: I, _: I, c: F) -> F {
-        c
-    }
-
-    fn interleave<const BITS: usize>(self, a: I, b: I) -> [I; 2] {
-        [a, b]
-    }
-
-    fn look_up_pairs(self, places: I, _: I, _: &[[u8; 128]; 2]) -> [I; 2] {
-        [places; 2]
-    }
-
-    fn fold_bytes(self, a: I) -> I {
-        a
-    }
-
-    unsafe fn store_bf16(self, _: *mut u16, a: F) -> F {
-        a
-    }
-
     #[inline(always)]
     fn prefetch_near(self, _: *const u8) {}
 
