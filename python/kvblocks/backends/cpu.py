@@ -125,8 +125,8 @@ class CpuBackend:
         """See `Backend.attend`. Time O(num_q_heads * queries * visible keys); tensors give a tensor.
 
         Memory O(queries * num_q_heads * head_dim_v), and a little more where few queries have many keys. With
-        "avx512bf16", a few queries of bfloat16 round the weights of V to bfloat16, as their results are (docs/cpu.md); lse
-        is that of the weights before. Otherwise products and sums are float32.
+        "avx512bf16", a few queries of bfloat16 round the weights of V to bfloat16, as their results are (docs/cpu.md);
+        lse is that of the weights before. Otherwise products and sums are float32.
         """
         given, result = q, out
         q, block_tables, seq_lens, query_start_loc = map(

@@ -11,9 +11,10 @@
 //! type), then [`attend`]. [`gather`] and [`merge_states`] serve tests, transfers and split contexts.
 //!
 //! # Cost and limits
-//! Sums are float32 inside, with a running (online) softmax, and so are products but where [`attend`] says. `attend` is O(queries * visible keys * query heads *
-//! head dim); keys outside the window are never touched, and neither are slots beyond a sequence's length, whatever
-//! they hold. The number of threads never changes a bit of a result; the instruction set may.
+//! Sums are float32 inside, with a running (online) softmax, and so are products but where [`attend`] says. `attend` is
+//! O(queries * visible keys * query heads * head dim); keys outside the window are never touched, and neither are slots
+//! beyond a sequence's length, whatever they hold. The number of threads never changes a bit of a result; the instruction
+//! set may.
 //!
 //! **The trap**: slots named twice in a mapping, or a block that is both copied from and copied to, are not
 //! refused here: the last one wins. The Python layer checks both.
