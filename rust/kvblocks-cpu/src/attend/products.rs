@@ -56,11 +56,7 @@ macro_rules! with_dim {
 pub(super) use with_dim;
 
 /// Tokens whose V is taken at once where the heads of a token lie side by side.
-const V_TOKENS: usize = 8;
-
-/// Bytes of a row from which on two keys are taken at a time and not four: so many that four of them, which lie as far
-/// apart as all heads of a token take, and the queries are more than the first-level cache keeps.
-const LONG_ROW_BYTES: usize = 512;
+const V_TOKENS: usize = 4;
 
 /// q.k of some heads and the keys of a tile.
 pub(super) struct Logits<'a, T> {
@@ -90,11 +86,9 @@ const PAIRS: u8 = How::Pairs as u8;
 
 impl<T: Code> Logits<'_, T> {
     pub(super) fn run<S: Simd>(mut self, simd: S) {
-        let long = S::LANES == MAX_LANES && self.rows.row_bytes() >= LONG_ROW_BYTES;
         for_heads!(self.rows.group, first, HEADS => match self.how {
             How::Pairs => simd.vectorize(LogitsOf::<T, HEADS, 4, PAIRS> { all: &mut self, first }),
             How::PairsOfK => simd.vectorize(LogitsOf::<T, HEADS, 4, PAIRS_OF_K> { all: &mut self, first }),
-            How::Elements if long => simd.vectorize(LogitsOf::<T, HEADS, 2, ELEMENTS> { all: &mut self, first }),
             How::Elements => simd.vectorize(LogitsOf::<T, HEADS, 4, ELEMENTS> { all: &mut self, first }),
         });
     }

@@ -12,6 +12,9 @@ use crate::simd::Simd;
 
 pub(super) const LINE_BYTES: usize = 64;
 
+/// Tokens ahead of which a row is asked for again: with all heads of a token side by side, some hundred lines.
+const SOON: usize = 4;
+
 /// The rows of some heads of K or V in a tile.
 pub(super) struct Rows<'a, T> {
     /// Base of the rows of the first head, which tokens are offsets to.
@@ -57,11 +60,6 @@ impl<'a, T: Code> Rows<'a, T> {
         }
     }
 
-    /// Bytes of a row.
-    pub(super) fn row_bytes(&self) -> usize {
-        self.dim * size_of::<T>()
-    }
-
     /// Call for each head with some tokens, in the order in which their rows lie in memory, for the processor to read
     /// ahead of them: where the heads of a token lie side by side, `together` tokens for all heads; else all of a head.
     #[inline(always)]
@@ -82,31 +80,41 @@ impl<'a, T: Code> Rows<'a, T> {
     pub(super) unsafe fn at<const TOKENS: usize>(&self, head: usize, first: usize) -> [Place<T>; TOKENS] {
         let head = self.data.wrapping_add(head * self.head_stride);
         std::array::from_fn(|index| {
-            // SAFETY: the caller's.
-            let (this, next) =
-                unsafe { (self.tokens.get_unchecked(first + index), self.next.get_unchecked(first + index)) };
-            Place { row: head.wrapping_add(*this), next: head.wrapping_add(*next) }
+            let index = first + index;
+            // SAFETY: the caller's; the remainder is below TILE.
+            let (row, soon, next) = unsafe {
+                let soon = self.tokens.get_unchecked((index + SOON) % TILE);
+                (self.tokens.get_unchecked(index), soon, self.next.get_unchecked(index))
+            };
+            Place {
+                row: head.wrapping_add(*row),
+                soon: head.wrapping_add(*soon),
+                next: head.wrapping_add(*next),
+            }
         })
     }
 }
 
-/// A row of a tile, and the one in its place in the next tile.
+/// A row of a tile, the one `SOON` tokens later, and the one in its place in the next tile.
 #[derive(Clone, Copy)]
 pub(super) struct Place<T> {
     pub(super) row: *const T,
+    soon: *const T,
     next: *const T,
 }
 
 impl<T> Place<T> {
-    /// Ask for some bytes of the next row from an element on, and for as many of this one `distance` elements further,
-    /// which are in a farther cache by now.
+    /// Ask for some bytes of the next row from an element on, again for as many of the one that is due soon, and for as
+    /// many of this one `distance` elements further, which are in a farther cache by now.
     ///
-    /// So what is computed on is asked for twice, both times in the order of the computation: memory is read at one
-    /// pace, in runs that the processor sees, and what is used over and over stays in the first-level cache.
+    /// So what is computed on is asked for three times, each time in the order of the computation: memory is read at one
+    /// pace, in runs that the processor sees, and what is used over and over stays in the first-level cache. The second
+    /// time is for lines that the processor forgot: it drops what it is asked for while too many lines are under way.
     #[inline(always)]
     pub(super) fn ask<S: Simd>(self, simd: S, element: usize, bytes: usize, distance: usize) {
         for byte in (0..bytes).step_by(LINE_BYTES) {
             simd.prefetch_far(self.next.wrapping_add(element).cast::<u8>().wrapping_add(byte));
+            simd.prefetch_far(self.soon.wrapping_add(element).cast::<u8>().wrapping_add(byte));
             simd.prefetch_near(self.row.wrapping_add(element + distance).cast::<u8>().wrapping_add(byte));
         }
     }
