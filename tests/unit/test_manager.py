@@ -29,8 +29,8 @@ def run(step: kv.Step, manager: kv.BlockManager, handle: int, ids: list[int] | N
         manager.commit(handle, 1, [token])
 
 
-def admit(manager: kv.BlockManager, tokens: Any, reserve: int | None = None) -> kv.Allocated:
-    answer = manager.allocate(manager.prepare(tokens), reserve)
+def admit(manager: kv.BlockManager, tokens: Any, reserve: int | None = None, **keys: Any) -> kv.Allocated:
+    answer = manager.allocate(manager.prepare(tokens, **keys), reserve)
     assert isinstance(answer, kv.Allocated)
     return answer
 
@@ -399,6 +399,9 @@ def test_sizes_of_step_buffers_are_named(manager: kv.BlockManager, place: int) -
     [
         ({"max_seqs": 2**40}, ValueError, "max_seqs is 1099511627776, expected 1 to 2147483647"),
         ({"max_tokens": 0}, ValueError, "max_tokens is 0, expected 1 to 2147483647"),
+        ({"max_seqs": "3"}, TypeError, "max_seqs is str, expected an int"),
+        ({"max_tokens": None}, TypeError, "max_tokens is NoneType, expected an int"),
+        ({"max_blocks_per_seq": 1.5}, TypeError, "max_blocks_per_seq is float, expected an int"),
         ({"max_blocks_per_seq": 2**31}, ValueError, "max_blocks_per_seq is 2147483648, expected 1 to"),
         ({"depth": 65}, ValueError, "depth is 65, expected 1 to 64"),
         (
@@ -976,6 +979,27 @@ def test_a_media_item_that_is_cut_short_is_another_item_from_the_cut_on() -> Non
     )  # its own third block
     shorter = manager.prepare([7] * 13, media=[("image", 2, 8)])
     assert manager.match_prefix(shorter) == 0
+    assert manager.check_integrity() == []
+
+
+def test_what_a_media_item_was_cut_to_is_not_hit_as_an_item_of_that_length() -> None:
+    manager = kv.BlockManager(40, 4)
+    step = kv.Step(manager, max_seqs=2, max_tokens=32)
+    handle = admit(manager, range(9), media=[("image", 5, 3)]).handle
+    run(step, manager, handle)
+    manager.truncate(handle, 7)
+    step.schedule(handle, 2)
+    manager.commit(handle, 2, [70, 80])
+    # Positions 5 and 6 were computed with all of the image; position 7 is none of it.
+    ids = [0, 1, 2, 3, 4, 5, 6, 70, 80]
+    for media in ([("image", 5, 2)], [("image", 5, 3)], [("image", 5, 4)], None):
+        assert manager.match_prefix(manager.prepare(ids, media=media)) == 4
+    # Cut again behind the first cut, it stays what it was, and its own history is found.
+    manager.truncate(handle, 8)
+    step.schedule(handle, 1)
+    manager.commit(handle, 1, [80])
+    (prompt,) = manager.preempt(handle)
+    assert manager.match_prefix(prompt) == 8
     assert manager.check_integrity() == []
 
 

@@ -2,10 +2,11 @@
 //!
 //! Adapter and salt hold for a whole request: together they are its *namespace*. A media item (an image, an audio clip)
 //! holds for the blocks that its span of placeholder tokens overlaps.
-//! Encoding of a key: kind (1 byte: 1 adapter, 2 salt, 3 media), type of the value (1 byte: 1 text, 2 bytes, 3 integer,
-//! 4 boolean), length of the value (4 bytes little-endian), the value (text as UTF-8, integers as 8 bytes
-//! little-endian); a media key is followed by the block's offset from the item's start (8 bytes little-endian, signed)
-//! and the number of the item's tokens (8 bytes little-endian).
+//! Encoding of a key: kind (1 byte: 1 adapter, 2 salt, 3 media, 4 media that a truncation has cut short), type of the
+//! value (1 byte: 1 text, 2 bytes, 3 integer, 4 boolean), length of the value (4 bytes little-endian), the value (text as
+//! UTF-8, integers as 8 bytes little-endian); a media key is followed by the block's offset from the item's start (8 bytes
+//! little-endian, signed), the number of the item's tokens (8 bytes little-endian) and, if it was cut, how many of them are
+//! left (the same).
 //! Invariant: keys are typed, framed and in canonical order, so two different sets of keys never encode alike.
 
 use std::sync::Arc;
@@ -26,14 +27,32 @@ pub enum KeyValue {
 }
 
 /// An item whose K/V depends on more than its placeholder tokens.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Media {
-    /// Position of its first token.
-    pub start: usize,
-    /// Number of its tokens.
-    pub len: usize,
-    /// Digest of its content.
-    pub digest: KeyValue,
+    start: usize,
+    /// Number of its tokens that are in the prompt.
+    len: usize,
+    /// Number of all its tokens: its K/V depends on it, however many of them a truncation has left.
+    whole: usize,
+    digest: KeyValue,
+}
+
+impl Media {
+    /// An item of `len` tokens from position `start` on; `digest`: of its content, at full width.
+    pub fn new(digest: KeyValue, start: usize, len: usize) -> Self {
+        Self { start, len, whole: len, digest }
+    }
+
+    /// Its key in the block that begins at position `first`.
+    fn frame(&self, first: usize, to: &mut Vec<u8>) {
+        let is_cut = self.len < self.whole;
+        self.digest.frame(if is_cut { CUT_MEDIA } else { MEDIA }, to);
+        to.extend((first as i64 - self.start as i64).to_le_bytes());
+        to.extend((self.whole as u64).to_le_bytes());
+        if is_cut {
+            to.extend((self.len as u64).to_le_bytes());
+        }
+    }
 }
 
 /// All extra keys of a request.
@@ -50,6 +69,7 @@ pub struct Keys {
 const ADAPTER: u8 = 1;
 const SALT: u8 = 2;
 const MEDIA: u8 = 3;
+const CUT_MEDIA: u8 = 4;
 
 impl KeyValue {
     fn frame(&self, kind: u8, to: &mut Vec<u8>) {
@@ -110,21 +130,19 @@ impl Keys {
     /// The framed media keys of each block that an item overlaps, by block, for a prompt of any length.
     pub fn extras(&self, block_size: usize) -> Vec<(usize, Arc<[u8]>)> {
         let mut media = self.media.clone();
-        // By length last: cutting a prompt shortens items and must not change the order of different ones.
-        media.sort_by(|a, b| (a.start, &a.digest, a.len).cmp(&(b.start, &b.digest, b.len)));
+        // By the whole length: cutting a prompt shortens items and must not change the order of different ones.
+        media.sort_by(|a, b| (a.start, &a.digest, a.whole).cmp(&(b.start, &b.digest, b.whole)));
         let mut framed: std::collections::BTreeMap<usize, Vec<u8>> = std::collections::BTreeMap::new();
         for item in &media {
             for block in item.start / block_size..=(item.start + item.len - 1) / block_size {
-                let bytes = framed.entry(block).or_default();
-                item.digest.frame(MEDIA, bytes);
-                bytes.extend(((block * block_size) as i64 - item.start as i64).to_le_bytes());
-                bytes.extend((item.len as u64).to_le_bytes());
+                item.frame(block * block_size, framed.entry(block).or_default());
             }
         }
         framed.into_iter().map(|(block, bytes)| (block, bytes.into())).collect()
     }
 
-    /// The keys of the first `len` tokens; an item that is cut short is another item.
+    /// The keys of the first `len` tokens. An item that is cut short is like no other: what its tokens had for K/V was
+    /// computed with all of it, and what follows the cut is something else.
     pub fn cut(&self, len: usize) -> Self {
         let media = self.media.iter().filter(|item| item.start < len);
         let media = media.map(|item| Media { len: item.len.min(len - item.start), ..item.clone() }).collect();

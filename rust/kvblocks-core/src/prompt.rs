@@ -78,7 +78,7 @@ impl Preparer {
         self.hash(Cow::Owned(ids), prompt.keys.clone(), prompt.extras.clone(), known)
     }
 
-    /// The first `len` tokens of a prompt. A media item that is cut short is another item in the block of the cut; the
+    /// The first `len` tokens of a prompt. A media item that is cut short has a key of its own in the block of the cut; the
     /// blocks before it keep the key under which they were computed.
     pub(crate) fn cut(&self, prompt: &Tokens, len: usize) -> Tokens {
         let full = len / self.block_size;

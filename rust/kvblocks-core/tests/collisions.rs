@@ -105,7 +105,7 @@ fn p042_a_collision_in_the_second_block_leaves_a_hit_of_one() {
 fn p042_keys_are_compared_too() {
     let salt = |text: &str| Keys { salt: Some(KeyValue::Text(text.into())), ..Keys::default() };
     let media = |digest: u8| Keys {
-        media: vec![Media { start: 0, len: 4, digest: KeyValue::Bytes(vec![digest; 32]) }],
+        media: vec![Media::new(KeyValue::Bytes(vec![digest; 32]), 0, 4)],
         ..Keys::default()
     };
     let mut manager = manager(8);

@@ -311,11 +311,7 @@ pub fn keys(
         for item in media.try_iter()? {
             let (digest, start, len): (Bound<'_, PyAny>, Int, Int) = item?.extract().map_err(wrong)?;
             let digest = key_value("media digest", &digest)?;
-            keys.media.push(Media {
-                start: start.size("media start")?,
-                len: len.size("media length")?,
-                digest,
-            });
+            keys.media.push(Media::new(digest, start.size("media start")?, len.size("media length")?));
         }
     }
     Ok(keys)
