@@ -8,6 +8,7 @@ life of the step. They hold the last batch that was scheduled; a refused one cha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -48,8 +49,8 @@ class Step(StepBuffers):
     max_seqs: rows; max_tokens: scheduled tokens of all rows; max_blocks_per_seq: columns of the block tables, by
     default as many as the pool has blocks or 131,072 tokens take, whichever is less. depth: sets of arrays, used
     in turn: with 2, the last step may still be copied to a device while the next is written. Raises TypeError for
-    a manager that is none, ValueError for a size below 1 or above what an int32 array can name, MemoryError where
-    the arrays do not fit.
+    a manager that is none and for a size that is no int, ValueError for a size below 1 or above what an int32
+    array can name, MemoryError where the arrays do not fit.
     """
 
     def __init__(
@@ -73,9 +74,14 @@ class Step(StepBuffers):
             "depth": depth,
         }
         for name, size in sizes.items():
+            try:
+                sizes[name] = int(index(size))
+            except TypeError:
+                raise TypeError(f"{name} is {type(size).__name__}, expected an int") from None
             most = _MAX_DEPTH if name == "depth" else _MAX_SIZE
             if not 1 <= size <= most:
                 raise ValueError(f"{name} is {size}, expected 1 to {most}")
+        max_seqs, max_tokens, columns, depth = sizes.values()
         places = StepBuffers.layout(max_seqs, max_tokens, columns)
         try:
             memory = [np.zeros(places["num_words"], np.int64) for _ in range(depth)]

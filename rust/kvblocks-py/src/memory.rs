@@ -2,9 +2,11 @@
 //!
 //! NumPy's Rust bindings can note borrows in a table, at 40 to 60 ns an array, so that Rust code finds others that borrow
 //! the same array. Here nothing depends on it: a slice lives only from one point of a call at which the interpreter could
-//! be let go of to the next, so no two of them meet, and what is read is copied before it is checked and used. Code that
-//! writes to the array without the interpreter (a ufunc in another thread, a device) was never in that table. All that
-//! it can do is tear numbers: lengths are those of the array, and numbers are checked in the copy.
+//! be let go of to the next, so no two of them meet. Code that writes to the array without the interpreter (a ufunc in
+//! another thread, a device) was never in that table. All that it can do is tear numbers: lengths are those of the array,
+//! and what the core relies on (handles, counts, indices) is checked in a copy. Of token ids any value is good to the core.
+//! Those of a prompt are hashed while they are copied, so the digests of a torn one may be of other ids than it holds: then
+//! it finds less, and nothing of others, since what a digest finds is compared.
 
 #![allow(unsafe_code)]
 
