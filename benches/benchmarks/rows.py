@@ -231,15 +231,25 @@ class Requests(Row):
         start_empty: bool = False,
     ) -> None:
         columns = -(-longest_tokens // BLOCK_SIZE)
-        self.manager = BlockManager(num_blocks, BLOCK_SIZE, seed=0)
-        self.step = Step(self.manager, max_seqs=1, max_tokens=longest_tokens, max_blocks_per_seq=columns)
+        self.num_blocks, self.longest_tokens, self.columns = num_blocks, longest_tokens, columns
+        self.renew_kvblocks()
         self.pool = CachingPythonPool(num_blocks, BLOCK_SIZE, max_tokens=longest_tokens, max_blocks=columns)
         self.prompts, self.order, self.cycles = prompts, order, len(order)
         self.start_empty = start_empty
-        touch(self.manager, self.step)
         for _ in range(0 if start_empty else 2):
             self.sample_kvblocks()
             self.sample_python_pool()
+
+    def renew_kvblocks(self) -> None:
+        """A manager whose pool has been used once; free blocks of neighbouring ids follow one another."""
+        self.manager = BlockManager(self.num_blocks, BLOCK_SIZE, seed=0)
+        self.step = Step(
+            self.manager,
+            max_seqs=1,
+            max_tokens=self.longest_tokens,
+            max_blocks_per_seq=self.columns,
+        )
+        touch(self.manager, self.step)
 
     def kvblocks(self, cycle: int) -> Laps:
         """One cycle of the manager."""
@@ -282,7 +292,8 @@ class Requests(Row):
         """All cycles of the manager, then back to the start."""
         laps = super().sample_kvblocks()
         if self.start_empty:
-            self.manager.reset_prefix_cache()
+            # Not only emptied: ids would be shuffled, from sample to sample.
+            self.renew_kvblocks()
         return laps
 
     def sample_python_pool(self) -> list[Laps]:

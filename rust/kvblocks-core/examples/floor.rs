@@ -423,6 +423,8 @@ fn requests(
         all.push(laps);
         if fresh {
             pool.reset();
+            // As in a pool that was used once: ids would be shuffled, from sample to sample.
+            pool.free.sort_unstable_by(|a, b| b.cmp(a));
         }
     }
     report(&["prepare", "allocate", "schedule", "commit", "free"], &all);
