@@ -959,6 +959,21 @@ def test_media_keep_their_order_when_a_prompt_is_cut() -> None:
     assert manager.check_integrity() == []
 
 
+@pytest.mark.parametrize("media", [None, [("image", 700, 3)]])
+def test_a_long_prompt_is_found_as_far_as_it_is_cached(media: Any) -> None:
+    manager = kv.BlockManager(2000, 1)
+    step = kv.Step(manager, max_seqs=2, max_tokens=2048)
+    ids = np.arange(1500, dtype=np.int32)
+    run(step, manager, admit(manager, ids, media=media).handle)
+    for length in (1, 256, 257, 512, 513, 800, 1025, 1499):
+        other = ids.copy()
+        other[length:] = 7
+        assert manager.match_prefix(manager.prepare(other, media=media)) == length
+    allocation = admit(manager, ids, media=media)
+    assert allocation.num_cached_tokens == 1499
+    assert manager.check_integrity() == []
+
+
 def test_a_media_item_that_is_cut_short_is_another_item_from_the_cut_on() -> None:
     manager = kv.BlockManager(40, 4)
     step = kv.Step(manager, max_seqs=2, max_tokens=32)

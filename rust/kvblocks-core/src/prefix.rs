@@ -88,6 +88,9 @@ pub(crate) struct PrefixIndex {
     next_content: u64,
 }
 
+/// Blocks of a prompt to make room for among the hits before any is found.
+const HITS_AT_ONCE: usize = 256;
+
 /// The hits of a prompt so far.
 #[derive(Clone, Copy)]
 struct Chain {
@@ -141,8 +144,8 @@ impl PrefixIndex {
         self.buckets.prefetch(fragment);
     }
 
-    /// The longest run of published blocks that hold the leading blocks of a prompt after `parent`, at most `most`, pushed
-    /// to `hits`; `collisions` as in `find`. O(hits).
+    /// The longest run of published blocks that hold the leading blocks of a prompt after `parent`, at most `most`, left in
+    /// `hits`, which is empty; `collisions` as in `find`. O(hits).
     #[inline(never)]
     pub fn find_chain(
         &self,
@@ -153,14 +156,19 @@ impl PrefixIndex {
         collisions: &mut u64,
         hits: &mut Vec<BlockId>,
     ) {
-        hits.resize(most.min(prompt.hashes.len()), BlockId::HOLE);
+        let most = most.min(prompt.hashes.len());
         let (own, size) = blocks.tokens_and_size();
         let mut chain = Chain { parent, likely: BlockId::HOLE, len: 0 };
-        while let Some(digest) = prompt.hashes.get(chain.len).filter(|_| chain.len < hits.len()) {
+        while chain.len < most {
             let part = chain.len * size..(chain.len + 1) * size;
-            let (tokens, extra) = (&prompt.ids[part], prompt.extra(chain.len));
+            let (digest, tokens, extra) =
+                (&prompt.hashes[chain.len], &prompt.ids[part], prompt.extra(chain.len));
             let wanted = Content { digest, parent: chain.parent, tokens, extra };
             let Some(block) = self.find(wanted, blocks, collisions) else { break };
+            if chain.len == hits.len() {
+                // As there are hits, since a long prompt may have few.
+                hits.resize(most.min(chain.len + chain.len.max(HITS_AT_ONCE)), BlockId::HOLE);
+            }
             chain.add(block, hits, blocks);
             // From here on each block tells which one likely follows it.
             if size == 16 && prompt.extras.is_empty() {
