@@ -341,3 +341,96 @@ fn same_part(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
 fn collides(block: BlockId, wanted: &Content, blocks: &Blocks) -> bool {
     blocks.digest(block) == *wanted.digest && !same_part(block, wanted, blocks)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::{Algorithm, BlockHasher};
+    use crate::keys::{KeyValue, Keys, Media};
+    use crate::prompt::Preparer;
+
+    const FIRST: BlockId = BlockId(1);
+    const SECOND: BlockId = BlockId(2);
+    const SECOND_AFTER_ANOTHER: BlockId = BlockId(4);
+    const TWIN_OF_SECOND: BlockId = BlockId(5);
+    const SECOND_WITH_IMAGE: BlockId = BlockId(6);
+    const NUM_BLOCKS: usize = 8;
+
+    /// An index in which some blocks are published, and what makes prompts for it.
+    struct Cache {
+        preparer: Preparer,
+        size: usize,
+        blocks: Blocks,
+        index: PrefixIndex,
+    }
+
+    impl Cache {
+        /// Two blocks of one prompt; others that hold the tokens of the second after another block, twice, and with an
+        /// image.
+        fn new(size: usize) -> Self {
+            let hasher = BlockHasher { algorithm: Algorithm::Xxh3, seed: 1 };
+            let mut cache = Self {
+                preparer: Preparer::new(Some(hasher), size),
+                size,
+                blocks: Blocks::new(NUM_BLOCKS, size, false).unwrap(),
+                index: PrefixIndex::new(NUM_BLOCKS).unwrap(),
+            };
+            cache.publish(&cache.prompt([1, 2], None), &[FIRST, SECOND]);
+            cache.publish(&cache.prompt([3, 2], None), &[BlockId(3), SECOND_AFTER_ANOTHER]);
+            cache.publish(&cache.prompt([1, 2], None), &[FIRST, TWIN_OF_SECOND]);
+            cache.publish(&cache.prompt([1, 2], Some("image")), &[FIRST, SECOND_WITH_IMAGE]);
+            cache
+        }
+
+        /// Two blocks of one token id each, the second with an image in it.
+        fn prompt(&self, ids: [u32; 2], image: Option<&str>) -> Tokens {
+            let ids: Vec<_> = ids.iter().flat_map(|&id| vec![id; self.size]).collect();
+            let image = image.map(|digest| Media::new(KeyValue::Text(digest.into()), self.size, 1));
+            let keys = Keys { media: image.into_iter().collect(), ..Keys::default() };
+            self.preparer.tokens(ids.into(), keys).unwrap()
+        }
+
+        fn publish(&mut self, prompt: &Tokens, table: &[BlockId]) {
+            let mut parent = ContentId::root(0);
+            for (i, &block) in table.iter().enumerate() {
+                if self.blocks[block].is_published() {
+                    parent = ContentId(self.blocks[block].content());
+                    continue;
+                }
+                self.blocks.write_tokens(block, 0, &prompt.ids[i * self.size..(i + 1) * self.size]);
+                let (digest, extra) = (&prompt.hashes[i], prompt.extra(i));
+                parent = self.index.publish(block, digest, parent, extra, &mut self.blocks);
+            }
+        }
+
+        fn hits(&self, prompt: &Tokens) -> Vec<BlockId> {
+            let mut hits = Vec::new();
+            self.index.find_chain(prompt, ContentId::root(0), 2, &self.blocks, &mut 0, &mut hits);
+            hits
+        }
+    }
+
+    #[test]
+    fn a_wrong_guess_changes_nothing_that_is_found() {
+        for size in [4, 16] {
+            let mut cache = Cache::new(size);
+            let plain = cache.prompt([1, 2], None);
+            let [image, other] = ["image", "other"].map(|digest| cache.prompt([1, 2], Some(digest)));
+            // All blocks there are, and none.
+            for guess in (0..=NUM_BLOCKS as u32).chain([u32::MAX]) {
+                cache.blocks.suggest_next(FIRST, BlockId(guess));
+                assert_eq!(cache.hits(&plain), [FIRST, SECOND], "{guess}");
+                assert_eq!(cache.hits(&image), [FIRST, SECOND_WITH_IMAGE], "{guess}");
+                assert_eq!(cache.hits(&other), [FIRST], "{guess}");
+            }
+            for (withdrawn, left) in [(SECOND, Some(TWIN_OF_SECOND)), (TWIN_OF_SECOND, None)] {
+                cache.index.withdraw(withdrawn, &mut cache.blocks);
+                for guess in 0..=NUM_BLOCKS as u32 {
+                    cache.blocks.suggest_next(FIRST, BlockId(guess));
+                    let found: Vec<_> = [FIRST].into_iter().chain(left).collect();
+                    assert_eq!(cache.hits(&plain), found, "{guess}");
+                }
+            }
+        }
+    }
+}
