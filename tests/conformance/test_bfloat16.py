@@ -1,9 +1,13 @@
 """Queries and results of bfloat16 over rows long enough for pairs of bfloat16: what may be rounded, and by how much.
 
-A backend may round the weights of V to bfloat16 where the result is rounded to it anyway. So an element of the result
-may be off by its own rounding, and by that of every weight: both are at most 2^-8 of what is rounded. Where neighbours
-share a scale, what is rounded may be weights times scales: an element is off by as much as the largest of its group.
+A backend may round the weights of V to bfloat16 where the result is rounded to it anyway, and divides by the sum of
+what it rounded. So an element of the result may be off by its own rounding, and a weight of its share moves it by as
+much of the distance between its value and the result: both roundings are at most 2^-8 of what is rounded. Where
+neighbours share a scale, what is rounded may be weights times scales, which move it by as much of the distance from the
+middle of the group's codes.
 """
+
+import math
 
 import numpy as np
 import pytest
@@ -25,23 +29,35 @@ OPTIONS = [
 ]
 
 
-def largest_of_groups(values: np.ndarray, size: int) -> np.ndarray:
-    """The largest of each group of neighbours, in the place of all of them."""
+def half_ranges(values: np.ndarray, size: int) -> np.ndarray:
+    """The most that values of groups of neighbours, which reach both ends of the codes, may be off their middle.
+
+    Of 16 codes the eighth may be taken for it: 8/15 of the range.
+    """
     *rows, dim = values.shape
     size = min(size, dim)  # a short row is one group
-    return values.reshape(*rows, dim // size, size).max(axis=-1).repeat(size, axis=-1)
+    groups = values.reshape(*rows, dim // size, size)
+    return np.ptp(groups, axis=-1).repeat(size, axis=-1) * (8 / 15)
 
 
 def within_rounding(made: scene.Scene, tail: object = None, **options: object) -> None:
     """Compare each element with the reference, and the log-sum-exp with that of weights that are not rounded."""
     out, lse = made.attend(**(options if tail is None else options | {"tail": tail}))
     expected, expected_lse = made.expected(**options)
-    # The same weights on magnitudes.
-    group = made.cache.format.v.group if made.cache.format.v.scaling == "group" else 1
-    magnitudes = [(k, largest_of_groups(np.abs(v), group)) for k, v in made.sequences]
-    queries = [load(made.q[row : row + 1]) for row in range(len(made.q))]
-    of_weights, _ = reference.attend(queries, magnitudes, **options)
-    limit = 1.02 * UNIT * (np.abs(expected) + of_weights) + 1e-5 * of_weights
+    mean_distance, mean_magnitude = np.zeros_like(expected), np.zeros_like(expected)
+    for row, (k, v) in enumerate(made.sequences):
+        if len(k):
+            # With one element for each key, 1 for this one, attention is the weights.
+            units = np.repeat(np.eye(len(k))[:, None], k.shape[1], axis=1)
+            weights, _ = reference.attend_query(load(made.q[row]), k, units, len(k), **options)
+            of_heads = v.repeat(len(weights) // v.shape[1], axis=1)
+            if made.cache.format.v.scaling == "group":
+                distances = half_ranges(of_heads, made.cache.format.v.group)
+            else:
+                distances = np.abs(of_heads - expected[row])
+            mean_distance[row] = np.einsum("hn,nhd->hd", weights, distances)
+            mean_magnitude[row] = np.einsum("hn,nhd->hd", weights, np.abs(of_heads))
+    limit = 1.01 * UNIT * (np.abs(expected) + mean_distance) + 1e-5 * mean_magnitude
     bad = ~(np.abs(load(out) - expected) <= limit)
     assert not bad.any(), f"{bad.sum()} of {bad.size}: the first is {np.argwhere(bad)[0]}"
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=LSE_TOLERANCE)
@@ -62,6 +78,33 @@ def test_every_format(harness: Harness, kv_format: str, dims: tuple[int, int]) -
     supports(harness, kv_format)
     how = {"seq_lens": (0, 35, 64), "q_dtype": "bfloat16", "heads": (7, 1), "dims": dims}
     within_rounding(*test_formats.make_scene(harness, kv_format, **how))
+
+
+def test_weights_that_round_apart(harness: Harness) -> None:
+    """The most that rounding does: many weights just below the middle of two bfloat16, few just above it.
+
+    The few have all the values, so that the result is off by twice the rounding of a weight, and by its own.
+    """
+    middle, many, few = 0.5 + 2.0**-9, 500, 8
+    weights = [1.0] + [middle - 2e-6] * many + [middle + 2e-6] * few
+    made = scene.make_scene(harness, dtype="bfloat16", seq_lens=(len(weights),), heads=(4, 1), dims=(64, 64))
+    # A logit is the sum of the elements of its key: of four bfloat16.
+    made.q[...] = store(np.ones(made.q.shape), "bfloat16")
+    k, v = (np.zeros((len(weights), 1, 64)) for _ in "kv")
+    left = np.array([math.log(weight) for weight in weights])
+    for part in range(4):
+        k[:, 0, part] = load(store(left, "bfloat16"))
+        left -= k[:, 0, part]
+    v[-few:] = load(store(np.linspace(1, 2, 64), "bfloat16"))
+    arrays = [harness.to_host(array).copy() for array in (made.cache.k, made.cache.v)]
+    size = made.cache.block_size
+    for token in range(len(weights)):
+        index = element(made.cache, int(made.block_tables[0, token // size]) * size + token % size)
+        for array, values in zip(arrays, (k, v), strict=True):
+            array[index] = store(values[token], "bfloat16")
+    made.cache.k[...], made.cache.v[...] = map(harness.to_device, arrays)
+    made.sequences[0] = k, v
+    within_rounding(made, scale=1.0)
 
 
 @pytest.mark.parametrize("kv_format", ["bfloat16", "fp8_e4m3:head", "int8"])

@@ -60,7 +60,7 @@ pub(super) struct PairSums<'a, T> {
     /// `[num_q_heads, TILE]`: of each head, the first TILE / 2 are the weights as pairs of bf16; 0 beyond the tile's keys.
     pub weights: &'a [f32],
     pub rows: Rows<'a, T>,
-    /// `[num_q_heads, head_dim_v]`, in the order of `Order::of_key_pairs`.
+    /// `[num_q_heads, head_dim_v]`, in the order of `Order::of_row_pairs`.
     pub sums: &'a mut [f32],
 }
 
