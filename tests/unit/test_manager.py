@@ -959,6 +959,21 @@ def test_media_keep_their_order_when_a_prompt_is_cut() -> None:
     assert manager.check_integrity() == []
 
 
+@pytest.mark.parametrize("publish", ["commit", "schedule"])
+def test_a_chunk_of_one_prompt_token_that_opens_a_block_needs_no_id(publish: Any) -> None:
+    manager = kv.BlockManager(10, 2, publish=publish)
+    step = kv.Step(manager, max_seqs=1, max_tokens=8)
+    handle = admit(manager, range(8), reserve=2).handle
+    step.schedule(handle, 2)
+    manager.commit(handle, 2)
+    for _ in range(6):
+        step.schedule(handle, 1)
+        manager.commit(handle, 1)
+    assert manager.tokens(handle).tolist() == list(range(8))
+    assert manager.match_prefix(manager.prepare(range(9))) == 8
+    assert manager.check_integrity() == []
+
+
 @pytest.mark.parametrize("media", [None, [("image", 700, 3)]])
 def test_a_long_prompt_is_found_as_far_as_it_is_cached(media: Any) -> None:
     manager = kv.BlockManager(2000, 1)
