@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::pairs::dot_rows;
-use super::rows::{Place, Rows, LINE_BYTES};
+use super::rows::{Place, Rows};
 use super::tile::TILE;
 use crate::code::Code;
 use crate::simd::{Simd, Task, MAX_LANES};
@@ -148,9 +148,7 @@ unsafe fn by_element<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
         for at in (0..whole).step_by(S::LANES) {
             let mut k = [simd.splat(0.0); KEYS];
             for (k, place) in k.iter_mut().zip(&places) {
-                if (at * size_of::<T>()).is_multiple_of(LINE_BYTES) {
-                    place.ask(simd, at, LINE_BYTES, dim);
-                }
+                place.ask(simd, at, S::LANES * size_of::<T>(), dim);
                 *k = T::load(simd, place.row.add(at));
             }
             multiply(simd, q.add(at), q_stride, k, &mut products);
@@ -180,10 +178,11 @@ unsafe fn by_pair<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
     let mut products = [[simd.splat(0.0); KEYS]; HEADS];
     // SAFETY: the caller's.
     unsafe {
-        for at in (0..dim).step_by(vectors * 2 * S::LANES) {
+        let block = vectors * 2 * S::LANES;
+        for at in (0..dim).step_by(block) {
             let mut k = [[simd.splat_bits(0); 2]; KEYS];
             for (k, place) in k.iter_mut().zip(&places) {
-                place.ask(simd, at, LINE_BYTES, dim);
+                place.ask(simd, at, block * size_of::<T>(), dim);
                 *k = T::load_pairs(simd, place.row.add(at));
             }
             for vector in 0..vectors {

@@ -112,6 +112,9 @@ impl<T> Place<T> {
     /// time is for lines that the processor forgot: it drops what it is asked for while too many lines are under way.
     #[inline(always)]
     pub(super) fn ask<S: Simd>(self, simd: S, element: usize, bytes: usize, distance: usize) {
+        if bytes < LINE_BYTES && !(element * size_of::<T>()).is_multiple_of(LINE_BYTES) {
+            return; // in a line that has been asked for
+        }
         for byte in (0..bytes).step_by(LINE_BYTES) {
             simd.prefetch_far(self.next.wrapping_add(element).cast::<u8>().wrapping_add(byte));
             simd.prefetch_far(self.soon.wrapping_add(element).cast::<u8>().wrapping_add(byte));

@@ -120,6 +120,11 @@ pub(crate) trait Simd: Copy + Send + Sync {
         [self.as_float(self.shift_left::<16>(a)), self.as_float(self.and(a, self.splat_bits(0xFFFF_0000)))]
     }
 
+    /// Ask for the cache line of an address, valid or not, in the first-level cache.
+    fn prefetch_near(self, address: *const u8);
+    /// The same, in the second-level cache.
+    fn prefetch_far(self, address: *const u8);
+
     // What follows is there where `BF16` is true; elsewhere nobody asks for it.
 
     /// The products of both halves of each lane as bf16, added to c.
@@ -194,11 +199,6 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn sum_fourths(self, a: Self::F) -> Self::F {
         a
     }
-
-    /// Ask for the cache line of an address, valid or not, in the first-level cache.
-    fn prefetch_near(self, address: *const u8);
-    /// The same, in the second-level cache.
-    fn prefetch_far(self, address: *const u8);
 }
 
 /// The widest `LANES` of all instruction sets.
