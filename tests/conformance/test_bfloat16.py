@@ -1,10 +1,10 @@
 """Queries and results of bfloat16 over rows long enough for pairs of bfloat16: what may be rounded, and by how much.
 
-A backend may round the weights of V to bfloat16 where the result is rounded to it anyway, and divides by the sum of
-what it rounded. So an element of the result may be off by its own rounding, and a weight of its share moves it by as
-much of the distance between its value and the result: both roundings are at most 2^-8 of what is rounded. Where
-neighbours share a scale, what is rounded may be weights times scales, which move it by as much of the distance from the
-middle of the group's codes.
+A backend may round the weights of V to bfloat16 where the result is rounded to it anyway. Then an element of the result
+may be off by its own rounding and by that of the weights, each at most 2^-8 of what is rounded. If it divides by the
+sum of what it rounded, a weight of its share moves an element by as much of the distance between its value and the
+result; if it divides by the sum of the weights as they were, by as much of the value. Where neighbours share a scale,
+what is rounded may be weights times scales, which move it by as much of the distance from the middle of the codes.
 """
 
 import math
@@ -44,20 +44,21 @@ def within_rounding(made: scene.Scene, tail: object = None, **options: object) -
     """Compare each element with the reference, and the log-sum-exp with that of weights that are not rounded."""
     out, lse = made.attend(**(options if tail is None else options | {"tail": tail}))
     expected, expected_lse = made.expected(**options)
-    mean_distance, mean_magnitude = np.zeros_like(expected), np.zeros_like(expected)
+    moved, mean_magnitude = np.zeros_like(expected), np.zeros_like(expected)
     for row, (k, v) in enumerate(made.sequences):
         if len(k):
             # With one element for each key, 1 for this one, attention is the weights.
             units = np.repeat(np.eye(len(k))[:, None], k.shape[1], axis=1)
             weights, _ = reference.attend_query(load(made.q[row]), k, units, len(k), **options)
             of_heads = v.repeat(len(weights) // v.shape[1], axis=1)
+            mean_magnitude[row] = np.einsum("hn,nhd->hd", weights, np.abs(of_heads))
             if made.cache.format.v.scaling == "group":
                 distances = half_ranges(of_heads, made.cache.format.v.group)
+                moved[row] = np.einsum("hn,nhd->hd", weights, distances)
             else:
-                distances = np.abs(of_heads - expected[row])
-            mean_distance[row] = np.einsum("hn,nhd->hd", weights, distances)
-            mean_magnitude[row] = np.einsum("hn,nhd->hd", weights, np.abs(of_heads))
-    limit = 1.01 * UNIT * (np.abs(expected) + mean_distance) + 1e-5 * mean_magnitude
+                mean_distance = np.einsum("hn,nhd->hd", weights, np.abs(of_heads - expected[row]))
+                moved[row] = np.maximum(mean_distance, mean_magnitude[row])
+    limit = 1.01 * UNIT * (np.abs(expected) + moved) + 1e-5 * mean_magnitude
     bad = ~(np.abs(load(out) - expected) <= limit)
     assert not bad.any(), f"{bad.sum()} of {bad.size}: the first is {np.argwhere(bad)[0]}"
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=LSE_TOLERANCE)
