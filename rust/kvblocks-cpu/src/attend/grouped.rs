@@ -285,7 +285,9 @@ pub(super) trait Product {
     fn rows(&self) -> &Rows<'_>;
 
     /// Query heads at a time, at most.
-    fn most_heads<S: Simd>() -> usize;
+    fn most_heads<S: Simd>() -> usize {
+        4
+    }
 
     /// Tokens at a time where the heads of a token lie side by side.
     fn tokens(of_tokens: bool) -> usize;
@@ -521,10 +523,6 @@ impl Task for Sums<'_> {
 impl Product for Sums<'_> {
     fn rows(&self) -> &Rows<'_> {
         &self.rows
-    }
-
-    fn most_heads<S: Simd>() -> usize {
-        4
     }
 
     fn tokens(_: bool) -> usize {

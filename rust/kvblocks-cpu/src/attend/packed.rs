@@ -107,10 +107,6 @@ impl Product for Logits<'_> {
         &self.rows
     }
 
-    fn most_heads<S: Simd>() -> usize {
-        4
-    }
-
     fn tokens(_: bool) -> usize {
         4
     }
@@ -237,10 +233,6 @@ impl Task for Sums<'_> {
 impl Product for Sums<'_> {
     fn rows(&self) -> &Rows<'_> {
         &self.rows
-    }
-
-    fn most_heads<S: Simd>() -> usize {
-        4
     }
 
     fn tokens(_: bool) -> usize {

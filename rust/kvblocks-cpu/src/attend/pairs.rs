@@ -1,12 +1,12 @@
 //! The two products of one query with rows as pairs of bf16, which the processor multiplies and adds up in one
-//! instruction: q.k by pairs of elements, weights times values by pairs of keys. Imports `rows`, `tile`, `code` and
-//! `simd`.
+//! instruction: q.k by pairs of elements, weights times values by pairs of keys. Imports `products`, `rows`, `tile`,
+//! `code` and `simd`.
 //!
 //! Invariant: no value of K, V or a query is rounded. Weights come rounded: `narrow` says when.
 
 use std::ops::Range;
 
-use super::products::{for_heads, with_dim};
+use super::products::{for_heads, with_dim, Columns};
 use super::rows::{Place, Rows, LINE_BYTES};
 use super::tile::TILE;
 use crate::code::Code;
@@ -100,26 +100,15 @@ impl<T: Code, const HEADS: usize> Task for PairSumsOf<'_, '_, T, HEADS> {
                 };
                 let mut at = 0;
                 while dim - at >= 4 * S::LANES {
-                    columns.add::<S, 4>(simd, at, tokens.clone());
+                    columns.add_pairs::<S, 4>(simd, at, tokens.clone());
                     at += 4 * S::LANES;
                 }
                 if at < dim {
-                    columns.add::<S, 2>(simd, at, tokens);
+                    columns.add_pairs::<S, 2>(simd, at, tokens);
                 }
             }
         }));
     }
-}
-
-/// Values of a head, and what they are added to.
-struct Columns<'a, 'b, T, const HEADS: usize> {
-    rows: &'a Rows<'b, T>,
-    head: usize,
-    dim: usize,
-    /// `[HEADS, TILE]`.
-    weights: *const f32,
-    /// `[HEADS, dim]`.
-    sums: *mut f32,
 }
 
 impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
@@ -128,16 +117,11 @@ impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
     /// # Safety
     /// They are one or two blocks of the row, and the tokens some of the tile.
     #[inline(always)]
-    unsafe fn add<S: Simd, const VECTORS: usize>(&mut self, simd: S, at: usize, tokens: Range<usize>) {
+    unsafe fn add_pairs<S: Simd, const VECTORS: usize>(&mut self, simd: S, at: usize, tokens: Range<usize>) {
         let bytes = VECTORS * S::LANES * size_of::<T>();
-        let mut sums = [[simd.splat(0.0); VECTORS]; HEADS];
         // SAFETY: the caller's.
         unsafe {
-            for (index, sums) in sums.iter_mut().enumerate() {
-                for (vector, sum) in sums.iter_mut().enumerate() {
-                    *sum = simd.load(self.sums.add(index * self.dim + at + vector * S::LANES));
-                }
-            }
+            let mut sums = self.load::<S, VECTORS>(simd, at);
             let whole = tokens.end - tokens.len() % 2;
             for token in (tokens.start..whole).step_by(2) {
                 let [a, b] = self.rows.at::<2>(self.head, token);
@@ -152,11 +136,7 @@ impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
                 let values = pair_rows::<S, T, VECTORS>(simd, a.row.add(at), None);
                 self.multiply(simd, whole, values, &mut sums);
             }
-            for (index, sums) in sums.iter().enumerate() {
-                for (vector, &sum) in sums.iter().enumerate() {
-                    simd.store(self.sums.add(index * self.dim + at + vector * S::LANES), sum);
-                }
-            }
+            self.store(simd, at, sums);
         }
     }
 

@@ -314,17 +314,52 @@ impl<T: Code, const HEADS: usize, const IN_PAIRS: bool> Task for SumsOf<'_, '_, 
 }
 
 /// Values of a head, and what they are added to.
-struct Columns<'a, 'b, T, const HEADS: usize> {
-    rows: &'a Rows<'b, T>,
-    head: usize,
-    dim: usize,
+pub(super) struct Columns<'a, 'b, T, const HEADS: usize> {
+    pub rows: &'a Rows<'b, T>,
+    pub head: usize,
+    pub dim: usize,
     /// `[HEADS, TILE]`.
-    weights: *const f32,
+    pub weights: *const f32,
     /// `[HEADS, dim]`.
-    sums: *mut f32,
+    pub sums: *mut f32,
 }
 
 impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
+    /// The sums of the elements at..at + VECTORS * LANES.
+    ///
+    /// # Safety
+    /// They are elements of the row.
+    #[inline(always)]
+    pub unsafe fn load<S: Simd, const VECTORS: usize>(&self, simd: S, at: usize) -> [[S::F; VECTORS]; HEADS] {
+        let mut sums = [[simd.splat(0.0); VECTORS]; HEADS];
+        for (index, sums) in sums.iter_mut().enumerate() {
+            for (vector, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the caller's.
+                *sum = unsafe { simd.load(self.sums.add(index * self.dim + at + vector * S::LANES)) };
+            }
+        }
+        sums
+    }
+
+    /// Put them back.
+    ///
+    /// # Safety
+    /// As `load`.
+    #[inline(always)]
+    pub unsafe fn store<S: Simd, const VECTORS: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        sums: [[S::F; VECTORS]; HEADS],
+    ) {
+        for (index, sums) in sums.iter().enumerate() {
+            for (vector, &sum) in sums.iter().enumerate() {
+                // SAFETY: the caller's.
+                unsafe { simd.store(self.sums.add(index * self.dim + at + vector * S::LANES), sum) };
+            }
+        }
+    }
+
     /// Add the elements at..at + VECTORS * LANES of some tokens, times their weights.
     ///
     /// # Safety
@@ -337,14 +372,9 @@ impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
         tokens: Range<usize>,
     ) {
         let len = VECTORS * S::LANES;
-        let mut sums = [[simd.splat(0.0); VECTORS]; HEADS];
         // SAFETY: the caller's.
         unsafe {
-            for (index, sums) in sums.iter_mut().enumerate() {
-                for (vector, sum) in sums.iter_mut().enumerate() {
-                    *sum = simd.load(self.sums.add(index * self.dim + at + vector * S::LANES));
-                }
-            }
+            let mut sums = self.load::<S, VECTORS>(simd, at);
             for token in tokens {
                 let [place] = self.rows.at(self.head, token);
                 place.ask(simd, at, len * size_of::<T>(), len);
@@ -360,11 +390,7 @@ impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
                     }
                 }
             }
-            for (index, sums) in sums.iter().enumerate() {
-                for (vector, &sum) in sums.iter().enumerate() {
-                    simd.store(self.sums.add(index * self.dim + at + vector * S::LANES), sum);
-                }
-            }
+            self.store(simd, at, sums);
         }
     }
 
