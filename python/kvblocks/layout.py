@@ -8,6 +8,7 @@ Invariant: a `LayerCache` that exists has arrays of agreeing shape and dtype; a 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ _AXES = {
     "HND": ("num_blocks", "num_kv_heads", "block_size", "head_dim"),
 }
 _NHD_ORDER = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}
+_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 def storage_dtype(name: str) -> np.dtype[Any]:
@@ -42,11 +44,11 @@ def dtype_name(storage: np.dtype[Any]) -> str:
 
     Raises TypeError for a dtype that stands for none.
     """
-    for name, dtype in STORAGE_DTYPES.items():
-        if storage == dtype:
-            return name
-    hint = "; pass .view(numpy.uint16)" if storage.name == "bfloat16" else ""
-    raise TypeError(f"dtype {storage}, expected float32, float16 or uint16 (bfloat16 bits){hint}")
+    name = _NAMES.get(storage)
+    if name is None:
+        hint = "; pass .view(numpy.uint16)" if storage.name == "bfloat16" else ""
+        raise TypeError(f"dtype {storage}, expected float32, float16 or uint16 (bfloat16 bits){hint}")
+    return name
 
 
 def storage_shape(config: CacheConfig, num_blocks: int, layer: int = 0) -> tuple[Shape, Shape]:
@@ -108,7 +110,7 @@ class LayerCache:
         _check_scales("k", self.format.k, self.k_scale, self.k_zero, self._scale_sizes(self.head_dim))
         _check_scales("v", self.format.v, self.v_scale, self.v_zero, self._scale_sizes(self.head_dim_v))
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Blocks of storage."""
         return int(self.k.shape[0])
@@ -118,17 +120,17 @@ class LayerCache:
         """Slots of storage, num_blocks * block_size."""
         return self.num_blocks * self.block_size
 
-    @property
+    @cached_property
     def num_kv_heads(self) -> int:
         """Heads of K and V."""
         return int(self.k_nhd.shape[2])
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         """Elements of a K row."""
         return _row_values(self.format.k, self.k)
 
-    @property
+    @cached_property
     def head_dim_v(self) -> int:
         """Elements of a V row."""
         return _row_values(self.format.v, self.v)
@@ -143,7 +145,7 @@ class LayerCache:
         """Codes of V as [num_blocks, block_size, num_kv_heads, ..] whatever the layout; a view."""
         return self.v.transpose(_NHD_ORDER[self.layout])
 
-    @property
+    @cached_property
     def named_arrays(self) -> tuple[tuple[str, Array], ...]:
         """Every array of the cache with its name: codes, scales, zeros."""
         named = ((name, getattr(self, name)) for name in ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero"))

@@ -1,7 +1,11 @@
 """Choosing a backend, what the NumPy backend promises beyond the contract, and which calls wait for which."""
 
 import os
+import pickle
 import threading
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from kvblocks.backends import BACKENDS, calls, get_backend
 from kvblocks.backends.calls import holding
 from kvblocks.backends.cpu import CpuBackend
 from kvblocks.config import CacheConfig
+from kvblocks.layout import LayerCache
 
 
 def test_by_name_by_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +160,61 @@ class TestCpu:
             os._exit(0 if (backend.attend(cache, q, *step) == 1).all() else 1)
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("name", list(BACKENDS)[:2])
+class TestWhatIsRememberedOfACache:
+    """Backends look at a cache once, and see whatever may change of it later all the same."""
+
+    step = (np.array([[0]], np.int32), np.array([1], np.int32), np.array([0, 1], np.int32))
+    q = np.ones((1, 2, 8), np.float32)
+
+    def make(self, name: str, kv_format: str = "float32") -> LayerCache:
+        (cache,) = get_backend(name).allocate(CacheConfig(1, 2, 8, kv_format=kv_format), 2)
+        for array in (cache.k_scale, cache.v_scale):
+            if array is not None:
+                array[...] = 1 / 64
+        get_backend(name).write(cache, self.q, self.q, np.array([0]))
+        return cache
+
+    def test_whether_it_can_be_written(self, name: str) -> None:
+        cache, backend = self.make(name), get_backend(name)
+        for array in (cache.k, cache.v):
+            array.flags.writeable = False
+        cache = LayerCache(cache.k, cache.v, "float32", 16, "NHD")
+        assert (backend.attend(cache, self.q, *self.step) == 1).all()
+        with pytest.raises(ValueError, match=r"^cache\.k: the array is read-only"):
+            backend.write(cache, self.q, 2 * self.q, np.array([0]))
+        for array in (cache.k, cache.v):
+            array.flags.writeable = True
+        backend.write(cache, self.q, 2 * self.q, np.array([0]))
+        assert (backend.attend(cache, self.q, *self.step) == 2).all()
+        cache.v.flags.writeable = False
+        with pytest.raises(ValueError, match=r"^cache\.v: the array is read-only"):
+            backend.copy_blocks([cache], np.array([[0, 1]], np.int32))
+
+    def test_static_scales(self, name: str) -> None:
+        for scaling in ("tensor", "head"):
+            cache, backend = self.make(name, f"fp8_e4m3:{scaling}"), get_backend(name)
+            assert (backend.attend(cache, self.q, *self.step) == 1).all()
+            assert cache.v_scale is not None
+            cache.v_scale[...] = 1 / 32
+            assert (backend.attend(cache, self.q, *self.step) == 2).all()
+
+    @pytest.mark.parametrize("copy", [deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+    def test_a_copy_has_memory_of_its_own(self, name: str, copy: Callable[[LayerCache], LayerCache]) -> None:
+        cache, backend = self.make(name, "int8"), get_backend(name)
+        other = copy(cache)
+        backend.write(other, 2 * self.q, 2 * self.q, np.array([0]))
+        assert (backend.attend(cache, self.q, *self.step) == 1).all()
+        assert (backend.attend(other, self.q, *self.step) == 2).all()
+        assert [array is getattr(other, name) for name, array in other.named_arrays] == [True] * 4
+
+    def test_it_goes_with_its_last_user(self, name: str) -> None:
+        cache = self.make(name, "int8")
+        array = weakref.ref(cache.k)
+        del cache
+        assert array() is None
 
 
 class TestHolding:

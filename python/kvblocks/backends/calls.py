@@ -47,20 +47,18 @@ _changed = threading.Condition(threading.Lock())
 def holding(*, reads: Arrays, writes: Arrays) -> Iterator[None]:
     """Run a block once no earlier call collides with it. Arrays may be views, and None is no array."""
     call = _Call(reads, writes)
-
-    def is_free() -> bool:
-        return not any(call.collides(other) for other in takewhile(lambda other: other is not call, _calls))
-
     try:
         with _changed:
             _calls.append(call)
-            _changed.wait_for(is_free)
+            while any(call.collides(other) for other in takewhile(lambda other: other is not call, _calls)):
+                _changed.wait()
         yield
     finally:
         with _changed:
             if call in _calls:  # not if it was interrupted on its way in
                 _calls.remove(call)
-            _changed.notify_all()
+            if _calls:
+                _changed.notify_all()
 
 
 def _forget_other_threads() -> None:

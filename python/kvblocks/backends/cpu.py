@@ -2,13 +2,17 @@
 
 Owns `CpuBackend` and how many threads and which instructions it uses. Imports kvblocks._core, layout and the shared
 checks.
-Invariant: arguments pass the shared checks before a kernel sees them; the kernels get flat views of the caller's
-memory, and a copy only of what is not contiguous.
+Invariant: arguments pass the shared checks before a kernel sees them, but for the values of a step's index arrays,
+which the kernel looks at itself; the kernels get flat views of the caller's memory, and a copy only of what is not
+contiguous.
 """
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,12 +101,13 @@ class CpuBackend:
             slots = _plain(slot_mapping)
             # Copies are made for both parts before the first is written, as they may run out of memory.
             rows_k, rows_v = (_flat(rows[: len(slots)]) for rows in (k, v))
+            part_k, part_v = _parts(cache)
             for part, rows, dtype in (
-                (_Part.k(cache), rows_k, dtype_name(k.dtype)),
-                (_Part.v(cache), rows_v, dtype_name(v.dtype)),
+                (part_k, rows_k, dtype_name(k.dtype)),
+                (part_v, rows_v, dtype_name(v.dtype)),
             ):
                 scales = part.written_scales()
-                cpu_write(part.storage(), scales, (rows, dtype), slots, False, self._how)
+                cpu_write(part.written_storage(), scales, (rows, dtype), slots, False, self._how)
                 part.take_scales(scales)
 
     def attend(
@@ -158,10 +163,11 @@ class CpuBackend:
             # Where a result may not be contiguous, the kernel fills a buffer that is copied over.
             out_buffer = np.ascontiguousarray(out)
             lse_buffer = None if lse is None else np.ascontiguousarray(lse)
+            part_k, part_v = _parts(cache)
             cpu_attend(
                 (_flat(q), dtype_name(q.dtype), q.shape[1]),
-                (_Part.k(cache).storage(), _Part.k(cache).scales()),
-                (_Part.v(cache).storage(), _Part.v(cache).scales()),
+                (part_k.storage, part_k.scales()),
+                (part_v.storage, part_v.scales()),
                 None
                 if tail is None
                 else (_flat(tail.k), _flat(tail.v), dtype_name(tail.k.dtype), _plain(tail.start_loc)),
@@ -195,8 +201,8 @@ class CpuBackend:
             pairs = _flat(copies)
             src, dst = copies.T
             for cache in caches:
-                for part in (_Part.k(cache), _Part.v(cache)):
-                    cpu_copy_blocks(part.storage(), pairs, self._how)
+                for part in _parts(cache):
+                    cpu_copy_blocks(part.written_storage(), pairs, self._how)
                     if not part.format.is_static:
                         for array in part.arrays[1:]:
                             array[dst] = array[src]
@@ -214,8 +220,8 @@ class CpuBackend:
                 empty((seq_len, cache.num_kv_heads, dim), np.dtype(np.float32))
                 for dim in (cache.head_dim, cache.head_dim_v)
             )
-            for part, rows in ((_Part.k(cache), k), (_Part.v(cache), v)):
-                storage = (part.storage(), part.scales())
+            for part, rows in zip(_parts(cache), (k, v), strict=True):
+                storage = (part.storage, part.scales())
                 cpu_gather(storage, table, int(seq_len), _flat(rows), self._how)
         return k, v
 
@@ -268,9 +274,9 @@ class CpuBackend:
             shape = part.scale_shape(num_tokens // block_size, block_size, num_heads, dim)
             assert shape is not None
             new = [np.empty((shape[0], *shape[2:]), part.scale_dtype) for _ in range(1 + part.has_zero)]
-            made = made._replace(scale=new[0], zero=new[1] if part.has_zero else None)
+            made = replace(made, scale=new[0], zero=new[1] if part.has_zero else None)
         scales = made.written_scales() if scale is None else made.scales()
-        lost = cpu_write(made.storage(), scales, rows, np.arange(num_tokens), True, self._how)
+        lost = cpu_write(made.storage, scales, rows, np.arange(num_tokens), True, self._how)
         assert lost is not None
         return Encoded(codes, made.scale, made.zero, *lost)
 
@@ -295,7 +301,7 @@ class CpuBackend:
                 stored_part = _Part(part, block, block, scale, zero)
                 table = np.zeros(1, np.int32)
                 cpu_gather(
-                    (stored_part.storage(), stored_part.scales()),
+                    (stored_part.storage, stored_part.scales()),
                     table,
                     num_tokens,
                     _flat(values),
@@ -308,11 +314,14 @@ def _arrays(cache: LayerCache) -> list[NDArray[Any]]:
     return [array for _, array in cache.named_arrays]
 
 
-# Who shares a scale, scales, zeros, size of a group, bits of a code; as the kernels take them.
+# Codes as one axis, their name, strides and sizes; as the kernels take them.
+_Storage: TypeAlias = tuple[NDArray[Any], str, tuple[int, ...]]
+# Who shares a scale, scales, zeros, size of a group, bits of a code.
 _Scales: TypeAlias = tuple[str, NDArray[Any], NDArray[Any] | None, int, int]
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Part:
     """The K or the V of a cache; codes in NHD order as well."""
 
     format: Format
@@ -321,22 +330,19 @@ class _Part(NamedTuple):
     scale: NDArray[Any] | None
     zero: NDArray[Any] | None
 
-    @classmethod
-    def k(cls, cache: LayerCache) -> "_Part":
-        return cls(cache.format.k, cache.k, cache.k_nhd, cache.k_scale, cache.k_zero)
-
-    @classmethod
-    def v(cls, cache: LayerCache) -> "_Part":
-        return cls(cache.format.v, cache.v, cache.v_nhd, cache.v_scale, cache.v_zero)
-
     @property
     def arrays(self) -> list[NDArray[Any]]:
         return [array for array in (self.codes, self.scale, self.zero) if array is not None]
 
-    def storage(self) -> tuple[NDArray[Any], str, tuple[int, ...]]:
-        """The codes as the kernels take them."""
+    @cached_property
+    def storage(self) -> _Storage:
+        """The codes for a kernel that reads: a view, so it never ages."""
         name = "packed" if self.format.bits < 8 else self.format.name
         return _span(self.codes), name, _geometry(self.nhd)
+
+    def written_storage(self) -> _Storage:
+        """The codes for a kernel that writes: a new view, as one from when the array was read-only stays so."""
+        return _span(self.codes), *self.storage[1:]
 
     def scales(self) -> _Scales | None:
         """The scales as the kernels take them."""
@@ -360,6 +366,21 @@ class _Part(NamedTuple):
         for mine, theirs in ((self.scale, written[1]), (self.zero, written[2])):
             if mine is not None and theirs is not None and not np.may_share_memory(mine, theirs):
                 mine[...] = theirs.view(mine.dtype).reshape(mine.shape)
+
+
+# What depends on a cache alone is worked out once for it; a part holds the arrays of its cache and views of them.
+_known: WeakKeyDictionary[LayerCache, tuple[_Part, _Part]] = WeakKeyDictionary()
+
+
+def _parts(cache: LayerCache) -> tuple[_Part, _Part]:
+    """K and V of a cache that has passed the checks."""
+    parts = _known.get(cache)
+    if parts is None:
+        parts = _known[cache] = (
+            _Part(cache.format.k, cache.k, cache.k_nhd, cache.k_scale, cache.k_zero),
+            _Part(cache.format.v, cache.v, cache.v_nhd, cache.v_scale, cache.v_zero),
+        )
+    return parts
 
 
 def _simd(name: str | None) -> str:

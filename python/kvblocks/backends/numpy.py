@@ -24,6 +24,7 @@ from kvblocks.backends.checks import (
     check_write,
 )
 from kvblocks.backends.codecs import Encoded, decode, encode, per_token
+from kvblocks.backends.values import check_step, check_table
 from kvblocks.config import LAYOUTS, CacheConfig
 from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
 from kvblocks.layout import LayerCache, allocate_host, convert, dtype_name, from_float32, to_float32
@@ -108,6 +109,7 @@ class NumpyBackend:
             out=out,
             lse=lse,
         )
+        check_step(cache, len(q), block_tables, seq_lens, query_start_loc, window=window, tail=tail)
         indices = (block_tables, seq_lens, query_start_loc)
         tails = () if tail is None else (tail.k, tail.v, tail.start_loc)
         reads = (q, *_arrays(cache), *indices, sinks, alibi_slopes, *tails)
@@ -158,6 +160,7 @@ class NumpyBackend:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.gather`."""
         check_gather(_SUPPORTED, cache, block_table, seq_len)
+        check_table(cache, block_table, seq_len)
         with holding(reads=(*_arrays(cache), block_table), writes=()):
             k = _Part.k(cache).read(block_table, 0, seq_len)
             v = _Part.v(cache).read(block_table, 0, seq_len)

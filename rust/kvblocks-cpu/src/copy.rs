@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use crate::code::{with_elements, ElementsMut};
-use crate::error::{check_len, product, Error, Result};
+use crate::error::{check_len, product, wrong_index, Error, Result};
 use crate::paged::{Cache, Paged};
 use crate::simd::{Simd, Task};
 use crate::threads::{for_each, Parts};
@@ -25,7 +25,11 @@ pub fn copy_blocks(
 ) -> Result<()> {
     paged.check("cache", cache.len())?;
     for (row, copy) in copies.iter().enumerate() {
-        paged.check_table("copies", copy, 0..2).map_err(|error| at_row(error, row))?;
+        if paged.wrong_column(copy, 0..2).is_some() {
+            let ([src, dst], num_blocks) = (copy, paged.num_blocks);
+            let problem = format!("row {row} is {src} -> {dst}, the cache has {num_blocks} blocks");
+            return wrong_index("copies", problem);
+        }
     }
     let num_threads = if copies.len() > 1 && execution.num_threads > 1 && are_independent(paged, copies) {
         execution.num_threads
@@ -70,7 +74,11 @@ pub fn gather(
     if num_blocks > table.len() {
         return Err(Error::Length { argument: "block_table", got: table.len(), expected: num_blocks });
     }
-    paged.check_table("block_table", table, 0..num_blocks)?;
+    if let Some(column) = paged.wrong_column(table, 0..num_blocks) {
+        let (block, num_blocks) = (table[column], paged.num_blocks);
+        let problem = format!("column {column} is block {block}, the cache has {num_blocks} blocks");
+        return wrong_index("block_table", problem);
+    }
     check_len("out", out.len(), product("out", &[seq_len, paged.num_heads, cache.dim()])?)?;
     let token = paged.num_heads * cache.dim();
     let out = Parts::new(out);
@@ -109,13 +117,5 @@ impl Task for Gather<'_> {
                 cache.decode(simd, at, block * paged.block_size + offset, head, row);
             }
         }
-    }
-}
-
-/// The error of one entry, as that of its row in an array of rows.
-pub(crate) fn at_row(error: Error, row: usize) -> Error {
-    match error {
-        Error::Row { argument, got, low, high, .. } => Error::Row { argument, row, got, low, high },
-        other => other,
     }
 }

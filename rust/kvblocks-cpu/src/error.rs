@@ -38,6 +38,14 @@ pub enum Error {
         /// Largest value allowed.
         high: i64,
     },
+    /// An index array says what cannot be.
+    #[error("{argument}: {problem}")]
+    Index {
+        /// Name of the argument.
+        argument: &'static str,
+        /// The row or column, and the numbers that do not go together.
+        problem: String,
+    },
     /// Query heads must be a multiple of the heads of the cache.
     #[error("num_q_heads is {num_q_heads}, not a multiple of {num_kv_heads} heads of the cache")]
     Heads {
@@ -55,6 +63,11 @@ pub enum Error {
     /// K and V disagree on blocks, tokens or heads.
     #[error("k and v differ in {0}")]
     Geometry(&'static str),
+}
+
+/// `Err(Index)`.
+pub(crate) fn wrong_index(argument: &'static str, problem: String) -> Result<()> {
+    Err(Error::Index { argument, problem })
 }
 
 /// `Err(Length)` unless the numbers agree.

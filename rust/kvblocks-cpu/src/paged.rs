@@ -128,20 +128,10 @@ impl Paged {
         start..start + self.head_dim
     }
 
-    /// Columns `columns` of a table name blocks of the storage.
-    pub(crate) fn check_table(
-        &self,
-        argument: &'static str,
-        table: &[i32],
-        columns: Range<usize>,
-    ) -> Result<()> {
-        for (column, &block) in table.iter().enumerate().take(columns.end).skip(columns.start) {
-            if usize::try_from(block).map_or(true, |block| block >= self.num_blocks) {
-                let high = self.num_blocks as i64 - 1;
-                return Err(Error::Row { argument, row: column, got: i64::from(block), low: 0, high });
-            }
-        }
-        Ok(())
+    /// The first of the columns `columns` of a table that names no block of the storage.
+    pub(crate) fn wrong_column(&self, table: &[i32], columns: Range<usize>) -> Option<usize> {
+        let mut columns = columns.start..columns.end.min(table.len());
+        columns.find(|&column| usize::try_from(table[column]).map_or(true, |block| block >= self.num_blocks))
     }
 }
 

@@ -379,7 +379,8 @@ fn errors_carry_the_numbers() {
     assert_eq!(store(&mut cache, &[0, 1, 2, 3]), Err(short));
     let small = Error::Length { argument: "cache", got: 23, expected: 24 };
     assert_eq!(store(&mut cache[1..], &[0]), Err(small));
-    let outside = Error::Row { argument: "copies", row: 1, got: 2, low: 0, high: 1 };
+    let problem = "row 1 is 0 -> 2, the cache has 2 blocks".to_owned();
+    let outside = Error::Index { argument: "copies", problem };
     assert_eq!(copy_blocks(ElementsMut::F32(&mut cache), &paged, &[[0, 1], [0, 2]], how), Err(outside));
     assert_eq!(cache, [7.0; 24]);
     let message = wrong(1, 8).to_string();

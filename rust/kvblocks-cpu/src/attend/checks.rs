@@ -2,8 +2,8 @@
 //!
 //! Invariant: what passes can be computed without a further check; every table entry that a key needs names a block.
 
-use super::{Batch, Options, TailCache};
-use crate::error::{check_len, product, Error, Result};
+use super::{Batch, Options, Tail, TailCache};
+use crate::error::{check_len, product, wrong_index, Error, Result};
 use crate::paged::{Cache, Paged};
 
 /// Check the lengths of everything but the index arrays; returns the number of tokens.
@@ -49,6 +49,28 @@ pub(super) fn check_shapes(
     Ok(num_tokens)
 }
 
+/// Check that the tail has the rows that its starts name, and no more of a sequence than there is.
+pub(super) fn check_tail(tail: &Tail<'_>, k: &Cache<'_>, v: &Cache<'_>, batch: Batch<'_>) -> Result<()> {
+    let (argument, starts) = ("tail.start_loc", tail.start_loc);
+    check_len(argument, starts.len(), batch.seq_lens.len() + 1)?;
+    let num_heads = k.paged.num_heads;
+    let num_rows = (tail.k.len() / product("tail.k", &[num_heads, k.dim()])?)
+        .min(tail.v.len() / product("tail.v", &[num_heads, v.dim()])?);
+    let (first, last) = (starts[0], starts[starts.len() - 1]);
+    if first != 0 || i64::from(last) > num_rows as i64 {
+        let expected = format!("expected from 0 to at most the {num_rows} rows of k and v");
+        return wrong_index(argument, format!("from {first} to {last}, {expected}"));
+    }
+    for (row, (bounds, &seq_len)) in starts.windows(2).zip(batch.seq_lens).enumerate() {
+        let num_keys = i64::from(bounds[1]) - i64::from(bounds[0]);
+        if num_keys < 0 || num_keys > i64::from(seq_len) {
+            let problem = format!("row {row} has {num_keys} keys, seq_lens gives it {seq_len} in all");
+            return wrong_index(argument, problem);
+        }
+    }
+    Ok(())
+}
+
 /// Check the index arrays, values included.
 pub(super) fn check_rows(
     paged: &Paged,
@@ -59,55 +81,59 @@ pub(super) fn check_rows(
 ) -> Result<()> {
     let num_seqs = batch.seq_lens.len();
     check_len("query_start_loc", batch.query_start_loc.len(), num_seqs + 1)?;
-    check_len(
-        "block_tables",
-        batch.block_tables.len(),
-        product("block_tables", &[num_seqs, batch.max_blocks])?,
-    )?;
-    let capacity = batch.max_blocks.saturating_mul(paged.block_size);
-    let mut low = 0;
-    for (row, &start) in batch.query_start_loc.iter().enumerate() {
-        let high = if row == 0 { 0 } else { num_tokens as i64 };
-        check_value("query_start_loc", row, i64::from(start), low, high)?;
-        low = i64::from(start);
-    }
-    let mut low = 0;
-    for (row, &start) in tail.map_or(&[][..], |tail| tail.start_loc).iter().enumerate() {
-        let high = if row == 0 { 0 } else { i64::from(i32::MAX) };
-        check_value("tail.start_loc", row, i64::from(start), low, high)?;
-        low = i64::from(start);
+    let table_len = product("block_tables", &[num_seqs, batch.max_blocks])?;
+    check_len("block_tables", batch.block_tables.len(), table_len)?;
+    check_starts(batch.query_start_loc, num_tokens)?;
+
+    let num_tail = |row| tail.map_or(0, |tail| tail.rows(row).len());
+    let (max_blocks, block_size) = (batch.max_blocks, paged.block_size);
+    let capacity = max_blocks.saturating_mul(block_size);
+    for (row, &seq_len) in batch.seq_lens.iter().enumerate() {
+        if usize::try_from(seq_len).map_or(true, |keys| keys.saturating_sub(num_tail(row)) > capacity) {
+            let table =
+                format!("its table of {max_blocks} blocks of {block_size} holds 0..{capacity} tokens");
+            return wrong_index("seq_lens", format!("row {row} is {seq_len}, {table}"));
+        }
     }
     for (row, &seq_len) in batch.seq_lens.iter().enumerate() {
-        let num_tail = tail.map_or(0, |tail| tail.rows(row).len());
-        let high = i64::try_from(capacity.saturating_add(num_tail)).unwrap_or(i64::MAX);
-        check_value("seq_lens", row, i64::from(seq_len), 0, high)?;
         let num_queries = batch.queries(row).len();
+        if seq_len > 0 && num_queries > seq_len as usize {
+            let problem = format!("row {row} has {num_queries} queries, seq_lens gives it {seq_len} keys");
+            return wrong_index("query_start_loc", problem);
+        }
+    }
+    for (row, &seq_len) in batch.seq_lens.iter().enumerate() {
+        let (num_queries, seq_len) = (batch.queries(row).len(), seq_len as usize);
         if seq_len == 0 || num_queries == 0 {
             continue;
         }
-        check_value("seq_lens", row, i64::from(seq_len), num_queries as i64, i64::MAX)?;
-        let seq_len = seq_len as usize;
+        // Keys before the window of a row's first query are never read, so their blocks may be gone.
         let first = window.map_or(0, |window| (seq_len - num_queries + 1).saturating_sub(window));
-        if num_tail > seq_len {
-            return Err(Error::Row {
-                argument: "tail.start_loc",
-                row,
-                got: num_tail as i64,
-                low: 0,
-                high: seq_len as i64,
-            });
+        let columns = first / block_size..(seq_len - num_tail(row)).div_ceil(block_size);
+        let table = batch.table(row);
+        if let Some(column) = paged.wrong_column(table, columns) {
+            let (block, num_blocks) = (table[column], paged.num_blocks);
+            let cache = format!("the cache has {num_blocks} blocks");
+            let problem = format!("row {row}, column {column} is block {block}, {cache}");
+            return wrong_index("block_tables", problem);
         }
-        let columns = first / paged.block_size..(seq_len - num_tail).div_ceil(paged.block_size);
-        let table = &batch.block_tables[row * batch.max_blocks..][..batch.max_blocks];
-        paged.check_table("block_tables", table, columns).map_err(|error| crate::copy::at_row(error, row))?;
     }
     Ok(())
 }
 
-fn check_value(argument: &'static str, row: usize, got: i64, low: i64, high: i64) -> Result<()> {
-    if (low..=high).contains(&got) {
-        Ok(())
-    } else {
-        Err(Error::Row { argument, row, got, low, high })
+/// Check that the queries of each row follow those of the row before, and that they are there.
+fn check_starts(starts: &[i32], num_tokens: usize) -> Result<()> {
+    let argument = "query_start_loc";
+    if starts[0] != 0 {
+        return wrong_index(argument, format!("row 0 starts at {}, expected 0", starts[0]));
     }
+    if let Some(row) = starts.windows(2).position(|bounds| bounds[0] > bounds[1]) {
+        let (start, end) = (starts[row], starts[row + 1]);
+        return wrong_index(argument, format!("row {row} starts at {start} and ends before that, at {end}"));
+    }
+    let (last, end) = (starts.len() as i64 - 2, starts[starts.len() - 1]);
+    if i64::from(end) > num_tokens as i64 {
+        return wrong_index(argument, format!("row {last} ends at {end}, q has {num_tokens} tokens"));
+    }
+    Ok(())
 }

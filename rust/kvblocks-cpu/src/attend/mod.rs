@@ -25,7 +25,7 @@ use std::ops::Range;
 use self::lines::Lines;
 use self::plan::{Plan, Unit};
 use crate::code::{convert, with_floats, Code, Elements, ElementsMut};
-use crate::error::{check_len, product, Error, Result};
+use crate::error::Result;
 use crate::math::tanh;
 use crate::paged::{Cache, Paged};
 use crate::scaling::Scaling;
@@ -148,7 +148,10 @@ pub fn attend(
     q.check_floats("q")?;
     out.check_floats("out")?;
     let num_tokens = checks::check_shapes(q.len(), num_q_heads, &k, &v, options, out.len(), lse.as_deref())?;
-    let tail = tail.map(|tail| TailCache::new(tail, &k, &v, batch)).transpose()?;
+    if let Some(tail) = &tail {
+        checks::check_tail(tail, &k, &v, batch)?;
+    }
+    let tail = tail.map(|tail| TailCache::new(tail, &k, &v)).transpose()?;
     checks::check_rows(&k.paged, num_tokens, batch, options.window, tail.as_ref())?;
     if num_tokens == 0 {
         return Ok(()); // before any scratch is sized by num_q_heads, which nothing bounds here
@@ -202,21 +205,16 @@ struct TailCache<'a> {
 }
 
 impl<'a> TailCache<'a> {
-    fn new(tail: Tail<'a>, k: &Cache<'_>, v: &Cache<'_>, batch: Batch<'_>) -> Result<Self> {
+    fn new(tail: Tail<'a>, k: &Cache<'_>, v: &Cache<'_>) -> Result<Self> {
         let num_heads = k.paged.num_heads;
-        check_len("tail.start_loc", tail.start_loc.len(), batch.seq_lens.len() + 1)?;
-        let num_tail = tail.start_loc.last().map_or(0, |&last| last.max(0));
-        let cache = |argument, data: Elements<'a>, dim| -> Result<Cache<'a>> {
+        let num_tail = tail.start_loc.last().copied().unwrap_or(0);
+        let cache = |data: Elements<'a>, dim| -> Result<Cache<'a>> {
             let paged = Paged::nhd(num_tail.max(1) as usize, 1, num_heads, dim)?;
-            let needed = product(argument, &[num_tail as usize, num_heads, dim])?;
-            if data.len() < needed {
-                return Err(Error::Length { argument, got: data.len(), expected: needed });
-            }
             Ok(Cache { data, paged, scaling: Scaling::None })
         };
         Ok(Self {
-            k: cache("tail.k", tail.k, k.dim())?,
-            v: cache("tail.v", tail.v, v.dim())?,
+            k: cache(tail.k, k.dim())?,
+            v: cache(tail.v, v.dim())?,
             start_loc: tail.start_loc,
             table: (0..num_tail).collect(),
         })
