@@ -1,8 +1,10 @@
-"""The values of a step's index arrays: the kernels of the CPU refuse what the specification refuses, in its words."""
+"""The values of index arrays: the kernels of the CPU refuse what the specification refuses, in its words."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -67,7 +69,7 @@ def answer(call: Any) -> str:
 def test_attend(step: dict[str, Any]) -> None:
     q = np.ones((NUM_TOKENS, 2, 8), np.float32)
     wanted, got = (
-        answer(lambda backend=backend, cache=cache: backend.attend(cache, q, **step))
+        answer(partial(backend.attend, cache, q, **step))
         for backend, cache in zip(BACKENDS, CACHES, strict=True)
     )
     event(wanted.partition(":")[0])
@@ -78,7 +80,36 @@ def test_attend(step: dict[str, Any]) -> None:
 def test_gather(ids: list[int], data: st.DataObject) -> None:
     table, seq_len = np.array(ids, np.int32), data.draw(st.integers(0, BLOCK_SIZE * len(ids)))
     wanted, got = (
-        answer(lambda backend=backend, cache=cache: backend.gather(cache, table, seq_len))
+        answer(partial(backend.gather, cache, table, seq_len))
         for backend, cache in zip(BACKENDS, CACHES, strict=True)
     )
     assert got == wanted
+
+
+@st.composite
+def slot_mappings(draw: st.DrawFn, num_slots: int, group: int) -> list[int]:
+    """Whole groups of slots in any order, perhaps with one taken out, or another put in."""
+    groups = draw(st.lists(st.integers(0, num_slots // group - 1), unique=True, max_size=4))
+    slots = draw(st.permutations([slot for at in groups for slot in range(at * group, (at + 1) * group)]))
+    if slots and draw(st.booleans()):
+        slots.pop()
+    for slot in draw(st.lists(st.integers(-2, num_slots) | EXTREMES, max_size=2)):
+        slots.insert(draw(st.integers(0, len(slots))), slot)
+    return slots
+
+
+@pytest.mark.parametrize(("kv_format", "block_size", "group"), [("float32", 4, 1), ("kivi2r", 32, 16)])
+@given(st.data())
+def test_write(kv_format: str, block_size: int, group: int, data: st.DataObject) -> None:
+    config = CacheConfig(1, 1, 8, block_size=block_size, kv_format=kv_format)
+    slots = np.array(data.draw(slot_mappings(3 * block_size, group)), np.int64)
+    rows = np.ones((len(slots), 1, 8), np.float32)
+    answers = []
+    for backend in BACKENDS:
+        (cache,) = backend.allocate(config, 3)
+        for array in cache.block_arrays:
+            array[...] = 7
+        answers.append(answer(partial(backend.write, cache, rows, rows, slots)))
+        assert not answers[-1] or all((array == 7).all() for array in cache.block_arrays)
+    event(answers[0].partition(",")[0].partition(" are ")[2] or answers[0][:24])
+    assert answers[1] == answers[0]

@@ -2,8 +2,8 @@
 
 Owns `CpuBackend` and how many threads and which instructions it uses. Imports kvblocks._core, layout and the shared
 checks.
-Invariant: arguments pass the shared checks before a kernel sees them, but for the values of a step's index arrays,
-which the kernel looks at itself; the kernels get flat views of the caller's memory, and a copy only of what is not
+Invariant: arguments pass the shared checks before a kernel sees them, but for the values of index arrays, which the
+kernel looks at itself; the kernels get flat views of the caller's memory, and a copy only of what is not
 contiguous.
 """
 

@@ -24,7 +24,7 @@ from kvblocks.backends.checks import (
     check_write,
 )
 from kvblocks.backends.codecs import Encoded, decode, encode, per_token
-from kvblocks.backends.values import check_step, check_table
+from kvblocks.backends.values import check_slots, check_step, check_table
 from kvblocks.config import LAYOUTS, CacheConfig
 from kvblocks.formats import STORAGE_DTYPES, Format, all_formats
 from kvblocks.layout import LayerCache, allocate_host, convert, dtype_name, from_float32, to_float32
@@ -64,6 +64,7 @@ class NumpyBackend:
     ) -> None:
         """See `Backend.write`."""
         check_write(_SUPPORTED, cache, k, v, slot_mapping)
+        check_slots(cache, slot_mapping)
         with holding(reads=(k, v, slot_mapping), writes=_arrays(cache)):
             rows = np.flatnonzero(slot_mapping >= 0)
             # In the order of the slots, the tokens of a group stand together.

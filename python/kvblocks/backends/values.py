@@ -1,6 +1,6 @@
-"""What may stand in the index arrays that attention reads, in NumPy.
+"""What may stand in the index arrays that kernels of the CPU look at themselves, in NumPy.
 
-Owns `check_step` and `check_table`. Imports layout and backends.base.
+Owns `check_step`, `check_table` and `check_slots`. Imports layout, backends.base and expect.
 Invariant: nothing is written. The kernels of the CPU refuse the same values in the same words; these functions are the
 specification.
 """
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvblocks.backends.base import Tail
+from kvblocks.backends.expect import expect_distinct
 from kvblocks.layout import LayerCache
 
 
@@ -100,3 +101,25 @@ def check_table(cache: LayerCache, block_table: NDArray[np.int32], seq_len: int)
         raise ValueError(
             f"block_table: column {column} is block {used[column]}, the cache has {cache.num_blocks} blocks"
         )
+
+
+def check_slots(cache: LayerCache, slot_mapping: NDArray[np.int64]) -> None:
+    """Refuse slots that a write cannot take, and parts of groups of tokens; ValueError with the rows or slots."""
+    bad = (slot_mapping < -1) | (slot_mapping >= cache.num_slots)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(
+            f"slot_mapping: row {row} is slot {slot_mapping[row]}, expected -1 (skip) or one of the cache's "
+            f"{cache.num_slots} slots"
+        )
+    written = np.flatnonzero(slot_mapping >= 0)
+    expect_distinct("slot_mapping", "slot", slot_mapping[written], written)
+    for part in (cache.format.k, cache.format.v):
+        if part.scaling == "token_group":
+            groups, sizes = np.unique(slot_mapping[written] // part.group, return_counts=True)
+            if (sizes != part.group).any():
+                at = int((sizes != part.group).argmax())
+                raise ValueError(
+                    f"slot_mapping: slots {groups[at] * part.group}..{(groups[at] + 1) * part.group} are a group of "
+                    f"tokens, which is written as a whole, and {sizes[at]} of them are named"
+                )

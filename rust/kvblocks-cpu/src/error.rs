@@ -24,20 +24,6 @@ pub enum Error {
         /// Elements needed.
         expected: usize,
     },
-    /// A value lies outside its range.
-    #[error("{argument}: row {row} is {got}, expected {low}..={high}")]
-    Row {
-        /// Name of the argument.
-        argument: &'static str,
-        /// Index of the value.
-        row: usize,
-        /// The value.
-        got: i64,
-        /// Smallest value allowed.
-        low: i64,
-        /// Largest value allowed.
-        high: i64,
-    },
     /// An index array says what cannot be.
     #[error("{argument}: {problem}")]
     Index {
@@ -66,7 +52,7 @@ pub enum Error {
 }
 
 /// `Err(Index)`.
-pub(crate) fn wrong_index(argument: &'static str, problem: String) -> Result<()> {
+pub(crate) fn wrong_index<T>(argument: &'static str, problem: String) -> Result<T> {
     Err(Error::Index { argument, problem })
 }
 

@@ -16,8 +16,8 @@
 //! beyond a sequence's length, whatever they hold. The number of threads never changes a bit of a result; the instruction
 //! set may.
 //!
-//! **The trap**: slots named twice in a mapping, or a block that is both copied from and copied to, are not
-//! refused here: the last one wins. The Python layer checks both.
+//! **The trap**: a block that is both copied from and copied to, or copied to twice, is not refused here: copies are
+//! made in order. The Python layer checks that.
 //!
 //! Imports flow one way: `error, simd, threads -> code, math -> paged -> write, attend, copy, merge`. No input panics:
 //! lengths, ids and products of sizes are checked at the entry, before anything is written. `unsafe` is what intrinsics,

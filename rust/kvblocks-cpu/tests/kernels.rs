@@ -372,9 +372,11 @@ fn errors_carry_the_numbers() {
     let store = |cache: &mut [f32], slots: &[i64]| {
         write(plain_mut(ElementsMut::F32(cache), paged), Elements::F32(&rows), slots, None, how)
     };
-    let wrong = |row, got| Error::Row { argument: "slot_mapping", row, got, low: -1, high: 7 };
-    assert_eq!(store(&mut cache, &[0, 8, 1]), Err(wrong(1, 8)));
-    assert_eq!(store(&mut cache, &[0, 1, -2]), Err(wrong(2, -2)));
+    let wrong = |problem: &str| Err(Error::Index { argument: "slot_mapping", problem: problem.to_owned() });
+    let allowed = "expected -1 (skip) or one of the cache's 8 slots";
+    assert_eq!(store(&mut cache, &[0, 8, 1]), wrong(&format!("row 1 is slot 8, {allowed}")));
+    assert_eq!(store(&mut cache, &[0, 1, -2]), wrong(&format!("row 2 is slot -2, {allowed}")));
+    assert_eq!(store(&mut cache, &[3, -1, -1, 1, 3]), wrong("rows 0 and 4 both name slot 3"));
     let short = Error::Length { argument: "rows", got: 9, expected: 12 };
     assert_eq!(store(&mut cache, &[0, 1, 2, 3]), Err(short));
     let small = Error::Length { argument: "cache", got: 23, expected: 24 };
@@ -383,8 +385,8 @@ fn errors_carry_the_numbers() {
     let outside = Error::Index { argument: "copies", problem };
     assert_eq!(copy_blocks(ElementsMut::F32(&mut cache), &paged, &[[0, 1], [0, 2]], how), Err(outside));
     assert_eq!(cache, [7.0; 24]);
-    let message = wrong(1, 8).to_string();
-    assert_eq!(message, "slot_mapping: row 1 is 8, expected -1..=7");
+    let message = store(&mut cache, &[3, 3]).unwrap_err().to_string();
+    assert_eq!(message, "slot_mapping: rows 0 and 1 both name slot 3");
 }
 
 /// Sizes that fit, or that overflow when multiplied.

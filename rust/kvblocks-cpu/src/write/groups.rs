@@ -85,27 +85,6 @@ impl<'a> SharedGroups<'a> {
     }
 }
 
-/// The rows of slots in ascending order, which puts the tokens of a group together; groups have to be whole.
-pub(super) fn whole_groups(slots: &[i64], size: usize) -> Result<Vec<usize>> {
-    let mut rows: Vec<usize> = (0..slots.len()).filter(|&row| slots[row] >= 0).collect();
-    rows.sort_unstable_by_key(|&row| slots[row]);
-    for (index, &row) in rows.iter().enumerate() {
-        let expected = slots[rows[index - index % size]] / size as i64 * size as i64 + (index % size) as i64;
-        if slots[row] != expected {
-            let argument = "slot_mapping";
-            return Err(Error::Row { argument, row, got: slots[row], low: expected, high: expected });
-        }
-    }
-    match rows.len().is_multiple_of(size) {
-        true => Ok(rows),
-        false => Err(Error::Length {
-            argument: "slot_mapping",
-            got: rows.len(),
-            expected: rows.len().next_multiple_of(size),
-        }),
-    }
-}
-
 /// What a thread keeps between units.
 #[derive(Default)]
 pub(super) struct Scratch {

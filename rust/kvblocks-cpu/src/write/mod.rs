@@ -6,13 +6,15 @@
 mod groups;
 mod losses;
 mod rows;
+mod slots;
 
 use std::sync::{Mutex, PoisonError};
 
 pub use self::groups::GroupsMut;
-use self::groups::{whole_groups, Encode, SharedGroups};
+use self::groups::{Encode, SharedGroups};
 pub use self::losses::{amax_of_columns, Losses};
 use self::rows::{Rounded, Same, Scaled, Scales, Store};
+use self::slots::{check_slots, whole_groups};
 use crate::code::{with_floats, Code, E4m3, E5m2, Elements, ElementsMut};
 use crate::error::{check_len, product, Error, Result};
 use crate::paged::Paged;
@@ -57,8 +59,9 @@ pub enum ScalingMut<'a> {
 ///
 /// Rows of the cache's own element type are stored bit for bit, others rounded to nearest even. Where codes have a
 /// scale, it is computed from the finite values that share it, or the one that is given. K and V are two calls. Any
-/// other slot outside the storage is an error, and so is a part of a group of tokens, and nothing is written. `losses`
-/// become what is lost to codes. O(slots), and O(slots log slots) of groups of tokens.
+/// other slot outside the storage is an error, and so are a slot that is named twice and a part of a group of tokens;
+/// nothing is written then. `losses` become what is lost to codes. O(slots), and O(slots log slots) where they do not
+/// ascend or are of groups of tokens.
 pub fn write(
     cache: CacheMut<'_>,
     rows: Elements<'_>,
@@ -69,6 +72,7 @@ pub fn write(
     let CacheMut { data, paged, scaling } = cache;
     paged.check("cache", data.len())?;
     rows.check_floats("rows")?;
+    check_slots(&paged, slots)?;
     if let Some(losses) = &mut losses {
         **losses = Losses::none(paged.num_heads);
     }
@@ -82,7 +86,7 @@ pub fn write(
         ScalingMut::TokenHead(scale) => Some(Scales::TokenHead(scale)),
         ScalingMut::Made(scale) => Some(Scales::Made(Parts::new(scale))),
     };
-    check_slots(&paged, paged.head_dim, rows.len(), slots)?;
+    check_rows(&paged, paged.head_dim, rows.len(), slots)?;
     let Some(scales) = &scales else { return how.round(data, paged, rows) };
     let heads = paged.num_heads;
     let (got, expected) = match scales {
@@ -151,7 +155,7 @@ impl How<'_> {
     ) -> Result<()> {
         let ElementsMut::Packed(data) = data else { return Err(Error::Codes { argument: "cache" }) };
         let groups = SharedGroups::new(groups, of_tokens, &paged)?;
-        check_slots(&paged, groups.dim, rows.len(), self.slots)?;
+        check_rows(&paged, groups.dim, rows.len(), self.slots)?;
         let order = if of_tokens {
             whole_groups(self.slots, groups.size)?
         } else {
@@ -197,9 +201,9 @@ impl How<'_> {
         let num_units = num_tokens.div_ceil(unit_tokens);
         let num_threads = self.execution.num_threads;
         // What would be written twice is written by one thread, in order.
-        let apart = num_units > 1 && num_threads > 1 && paged.rows_are_apart() && are_distinct(self.slots);
+        let num_threads = if paged.rows_are_apart() { num_threads } else { 1 };
         let start = || (W::default(), self.losses.as_ref().map(|_| Losses::none(paged.num_heads)));
-        for_each(num_units, if apart { num_threads } else { 1 }, start, |(state, own), unit| {
+        for_each(num_units, num_threads, start, |(state, own), unit| {
             work(state, own.as_mut(), unit * unit_tokens..num_tokens.min((unit + 1) * unit_tokens));
             if let (Some(own), Some(all)) = (own, &self.losses) {
                 all.lock().unwrap_or_else(PoisonError::into_inner).take(own);
@@ -229,7 +233,7 @@ impl<A: Code, B: Code, H: Store<A, B>> Task for Scatter<'_, A, B, H> {
             for head in 0..paged.num_heads {
                 let from = &self.rows[(token * paged.num_heads + head) * dim..][..dim];
                 let index = slot * paged.num_heads + head;
-                // SAFETY: this is the only thread, or rows do not overlap and no slot is named twice; see `for_each`.
+                // SAFETY: this is the only thread, or rows do not overlap, as no slot is named twice; see `for_each`.
                 let lost = unsafe {
                     let to = self.target.data.part(paged.row(slot, head));
                     self.store.store(simd, from, to, index, head, loss)
@@ -242,23 +246,11 @@ impl<A: Code, B: Code, H: Store<A, B>> Task for Scatter<'_, A, B, H> {
     }
 }
 
-fn are_distinct(slots: &[i64]) -> bool {
-    let mut written: Vec<i64> = slots.iter().copied().filter(|&slot| slot >= 0).collect();
-    written.sort_unstable();
-    written.windows(2).all(|pair| pair[0] != pair[1])
-}
-
-/// The rows, of `dim` elements a head, are there, and the slots are in a cache whose geometry has been checked.
-fn check_slots(paged: &Paged, dim: usize, rows_len: usize, slots: &[i64]) -> Result<()> {
+/// There is a row, of `dim` elements a head, for every slot.
+fn check_rows(paged: &Paged, dim: usize, rows_len: usize, slots: &[i64]) -> Result<()> {
     let needed = product("rows", &[slots.len(), paged.num_heads, dim])?;
     if rows_len < needed {
         return Err(Error::Length { argument: "rows", got: rows_len, expected: needed });
     }
-    let num_slots = paged.num_slots() as i64;
-    match slots.iter().position(|&slot| slot < -1 || slot >= num_slots) {
-        Some(row) => {
-            Err(Error::Row { argument: "slot_mapping", row, got: slots[row], low: -1, high: num_slots - 1 })
-        }
-        None => Ok(()),
-    }
+    Ok(())
 }
