@@ -220,10 +220,10 @@ def check_copies(supported: Supported, caches: Sequence[LayerCache], copies: NDA
         )
     src, dst = copies.T
     expect_distinct("copies", "destination block", dst, np.arange(len(copies)))
-    also_source = np.isin(dst, src)
-    if also_source.any():
-        row = int(also_source.argmax())
-        raise ValueError(f"copies: row {row} has block {dst[row]} as destination, another row as source")
+    sources = set(src.tolist())
+    for row, block in enumerate(dst.tolist()):
+        if block in sources:
+            raise ValueError(f"copies: row {row} has block {block} as destination, another row as source")
 
 
 def check_gather(

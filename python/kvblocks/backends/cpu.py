@@ -102,6 +102,7 @@ class CpuBackend:
             # Copies are made for both parts before the first is written, as they may run out of memory.
             rows_k, rows_v = (_flat(rows[: len(slots)]) for rows in (k, v))
             part_k, part_v = _parts(cache)
+            # The kernel of K refuses wrong slots, those of V then pass: only K has groups of tokens.
             for part, rows, dtype in (
                 (part_k, rows_k, dtype_name(k.dtype)),
                 (part_v, rows_v, dtype_name(v.dtype)),

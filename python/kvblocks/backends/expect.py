@@ -98,9 +98,11 @@ def expect_apart(
 ) -> None:
     """Refuse arrays that share memory; one that would take long to decide counts as shared."""
     for name_a, a in written:
+        if a is None:
+            continue
         for name_b, b in read:
             # NumPy's stubs know only two of the values that max_work takes.
-            if a is not None and b is not None and np.may_share_memory(a, b, max_work=1000):  # type: ignore[arg-type]
+            if b is not None and np.may_share_memory(a, b, max_work=1000):  # type: ignore[arg-type]
                 raise ValueError(f"{name_a} and {name_b} share memory")
 
 
