@@ -19,7 +19,7 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-from kvblocks._core import cpu_read_all, cpu_simd
+from kvblocks._core import cpu_read_all, cpu_read_blocks, cpu_simd
 from kvblocks.backends.cpu import CpuBackend
 from kvblocks.backends.numpy import NumpyBackend
 from kvblocks.config import CacheConfig
@@ -64,9 +64,10 @@ def filled(kv_format: str, num_seqs: int) -> tuple[LayerCache, NDArray[np.int32]
 
 
 def decode(kv_format: str, num_threads: int, repeat: int) -> list[float]:
-    """Seconds of a step, of a read of its working set, and of a step on two blocks over and over.
+    """Seconds of a step, of two reads of its working set, and of a step on two blocks over and over.
 
-    The last are in the second-level cache, so this is what the arithmetic takes.
+    The reads are plain ones: of each array from end to end, and of its blocks in the order of the tables, as a step has to
+    read them. What is read over and over is in the second-level cache, so that is what the arithmetic takes.
     """
     cache, tables = filled(kv_format, NUM_SEQS)
     backend = CpuBackend(num_threads=num_threads)
@@ -75,26 +76,33 @@ def decode(kv_format: str, num_threads: int, repeat: int) -> list[float]:
     lens, starts = np.full(NUM_SEQS, NUM_KEYS, np.int32), np.arange(NUM_SEQS + 1, dtype=np.int32)
     words = [array.reshape(-1).view(np.uint8) for _, array in cache.named_arrays]
     floats = [part[: part.size // 4 * 4].view(np.float32) for part in words]
-    how = (backend.simd, num_threads)
+    # What has no part in each block is read whole: scales of heads or channels.
+    block_lens = [part.size // cache.num_blocks if part.size % cache.num_blocks == 0 else 0 for part in floats]
+    in_order, how = tables.reshape(-1), (backend.simd, num_threads)
     return best(
         repeat,
         lambda: backend.attend(cache, q_own, tables, lens, starts),
         lambda: [cpu_read_all(part, how) for part in floats],
+        lambda: [
+            cpu_read_blocks(part, block_len, in_order, how) if block_len else cpu_read_all(part, how)
+            for part, block_len in zip(floats, block_lens, strict=True)
+        ],
         lambda: backend.attend(cache, q_own, tables % 2 + 1, lens, starts),
     )
 
 
 def print_decode(threads: list[int], repeat: int) -> None:
     """A row per format and number of threads."""
-    print("decode               tokens/s   GB/s   of the read   tokens/s of bfloat16   GB/s from a cache")
+    print(f"{'decode':20}{'tokens/s':>10}{'GB/s':>7}{'of a read':>11}{'of its blocks':>15}", end="")
+    print(f"{'of bfloat16 in tokens/s':>25}{'GB/s from a cache':>19}")
     num_bytes = {name: filled(name, 1)[0].nbytes * NUM_SEQS for name in DECODED}
     for num_threads in threads:
         measured = {name: decode(name, num_threads, repeat) for name in DECODED}
-        for name, (step, read, cached) in measured.items():
+        for name, (step, read, read_blocks, cached) in measured.items():
             print(
-                f"{name:11}{num_threads} threads{NUM_SEQS / step:9,.0f}{num_bytes[name] / step / 1e9:8.1f}"
-                f"{read / step:12.2f}x{measured['bfloat16'][0] / step:14.2f}x"
-                f"{num_bytes[name] / cached / 1e9:23.1f}"
+                f"{name:11}{num_threads} threads{NUM_SEQS / step:10,.0f}{num_bytes[name] / step / 1e9:7.1f}"
+                f"{read / step:10.2f}x{read_blocks / step:14.2f}x{measured['bfloat16'][0] / step:24.2f}x"
+                f"{num_bytes[name] / cached / 1e9:19.1f}"
             )
 
 

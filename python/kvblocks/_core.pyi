@@ -653,6 +653,14 @@ def cpu_simd() -> list[str]:
 def cpu_read_all(elements: NDArray[np.float32], how: _How) -> float:
     """Read every element once, as a measure of what memory gives; returns a number without meaning."""
 
+def cpu_read_blocks(
+    elements: NDArray[np.float32], block_len: int, table: NDArray[np.int32], how: _How
+) -> float:
+    """The same of the blocks of `block_len` elements that a table `[n]` names, in its order.
+
+    Raises ValueError where it names no block.
+    """
+
 # Who shares a scale, scales, zeros, size of a group, bits of a code.
 _Scales: TypeAlias = tuple[str, NDArray[Any], NDArray[Any] | None, int, int] | None
 _Part: TypeAlias = tuple[_Storage, _Scales]

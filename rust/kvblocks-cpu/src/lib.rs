@@ -48,7 +48,7 @@ pub use groups::Groups;
 pub use half;
 pub use merge::merge_states;
 pub use paged::{Cache, Paged};
-pub use probe::read_all;
+pub use probe::{read_all, read_blocks};
 pub use scaling::Scaling;
 pub use simd::Isa;
 pub use write::{amax_of_columns, write, CacheMut, GroupsMut, Losses, ScalingMut};

@@ -363,9 +363,23 @@ fn cpu_read_all(py: Python<'_>, elements: ReadF32<'_>, how: (String, usize)) -> 
     Ok(py.detach(|| kvblocks_cpu::read_all(elements, how)))
 }
 
+/// The same of the blocks of `block_len` elements that a table names, in its order.
+#[pyfunction]
+fn cpu_read_blocks(
+    py: Python<'_>,
+    elements: ReadF32<'_>,
+    block_len: usize,
+    table: ReadI32<'_>,
+    how: (String, usize),
+) -> PyResult<f32> {
+    let (elements, table, how) = (elements.as_slice()?, table.as_slice()?, execution((&how.0, how.1))?);
+    py.detach(|| kvblocks_cpu::read_blocks(elements, block_len, table, how)).map_err(to_python)
+}
+
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu_simd, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_read_all, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_read_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_amax, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_write, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attend, module)?)?;
