@@ -46,16 +46,29 @@ pub(crate) fn for_each<W>(
     start: impl Fn() -> W + Sync,
     work: impl Fn(&mut W, usize) + Sync,
 ) {
+    for_each_ahead(num_units, num_threads, start, |state, unit, _| work(state, unit));
+}
+
+/// The same with a third argument: the unit that this thread runs next, None after the last. It is taken when it is asked
+/// for, so the later in a unit that is, the better units are shared out.
+pub(crate) fn for_each_ahead<W>(
+    num_units: usize,
+    num_threads: usize,
+    start: impl Fn() -> W + Sync,
+    work: impl Fn(&mut W, usize, &mut dyn FnMut() -> Option<usize>) + Sync,
+) {
     let next = AtomicUsize::new(0);
+    let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&unit| unit < num_units);
     let run = || {
-        let mut unit = next.fetch_add(1, Ordering::Relaxed);
-        if unit >= num_units {
-            return;
-        }
+        let Some(mut unit) = take() else { return };
         let mut state = start();
-        while unit < num_units {
-            work(&mut state, unit);
-            unit = next.fetch_add(1, Ordering::Relaxed);
+        loop {
+            let mut following = None;
+            work(&mut state, unit, &mut || *following.get_or_insert_with(take));
+            match following.unwrap_or_else(take) {
+                Some(following) => unit = following,
+                None => return,
+            }
         }
     };
     let num_workers = num_threads.min(num_units).saturating_sub(1);
@@ -119,6 +132,16 @@ mod tests {
     fn every_unit_runs_once() {
         for num_threads in [1, 2, 3, 8] {
             for num_units in [0, 1, 2, 100] {
+                // A thread runs the unit that it was told of, if it was, and the last one is told that there is none.
+                let start = || None;
+                let seen = AtomicUsize::new(0);
+                for_each_ahead(num_units, num_threads, start, |told: &mut Option<usize>, unit, following| {
+                    assert!(told.is_none_or(|told| told == unit));
+                    *told = if unit % 3 == 0 { None } else { following() };
+                    assert!(unit % 3 == 0 || *told == following() && told.is_none_or(|told| told > unit));
+                    seen.fetch_add(1, Ordering::Relaxed);
+                });
+                assert_eq!(seen.into_inner(), num_units);
                 let mut counts = vec![0; num_units];
                 let parts = Parts::new(&mut counts);
                 for_each(

@@ -1,4 +1,4 @@
-//! The two products of one query with rows of packed codes: q.k, and weights times values. Imports `tile`, `code`, `groups`,
+//! The two products of one query with rows of packed codes: q.k, and weights times values. Imports `rows`, `tile`, `code`, `groups`,
 //! `paged`, `scaling` and `simd`.
 //!
 //! Codes become their values in registers, a chunk of two vectors at a time and once for up to four query heads; where
@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use half::f16;
 
+use super::rows::{Ahead, LINE_BYTES};
 use super::tile::{Tile, TILE};
 use crate::code::{convert, Code, Elements};
 use crate::groups::{load_codes_part, Groups};
@@ -109,8 +110,6 @@ fn ask<S: Simd>(simd: S, scales: &[f16]) {
     }
 }
 
-const LINE_BYTES: usize = 64;
-
 /// Elements that share a scale in all formats with groups of elements.
 pub(super) const GROUP: usize = 32;
 
@@ -131,10 +130,10 @@ pub(super) struct Rows<'a> {
     size: usize,
     of_tokens: bool,
     pub(super) scales: &'a Scales,
-    /// Where the rows of a tile start, and those of the next one.
+    /// As in `Tile`; `len` of them count.
     tokens: &'a [usize; TILE],
-    next: &'a [usize; TILE],
     len: usize,
+    ahead: Ahead,
 }
 
 impl<'a> Rows<'a> {
@@ -144,8 +143,9 @@ impl<'a> Rows<'a> {
         scales: &'a Scales,
         heads: Range<usize>,
         group: usize,
-        (tokens, next): (&'a [usize; TILE], &'a [usize; TILE]),
+        tokens: &'a [usize; TILE],
         len: usize,
+        ahead: Ahead,
     ) -> Option<Self> {
         let dim = cache.dim();
         let (Groups { bits, .. }, size, of_tokens) = match cache.scaling {
@@ -167,8 +167,8 @@ impl<'a> Rows<'a> {
             of_tokens,
             scales,
             tokens,
-            next,
             len,
+            ahead,
         })
     }
 
@@ -183,13 +183,14 @@ impl<'a> Rows<'a> {
         self.data.as_ptr().wrapping_add(head * self.head_stride + token)
     }
 
-    /// Ask for the rows of a head in the places of some keys in the next tile.
+    /// Ask for what is in the places of some keys of a head in the rows that come next.
     #[inline(always)]
     pub(super) fn ask<S: Simd>(&self, simd: S, head: usize, keys: Range<usize>) {
-        let head = self.data.as_ptr().wrapping_add(head * self.head_stride);
-        for next in &self.next[keys] {
+        for key in keys {
+            // SAFETY: keys are below TILE.
+            let row = unsafe { self.ahead.at(head, key) };
             for line in (0..self.dim * self.bits / 8).step_by(LINE_BYTES) {
-                simd.prefetch_far(head.wrapping_add(next + line));
+                simd.prefetch_far(row.wrapping_add(line));
             }
         }
     }

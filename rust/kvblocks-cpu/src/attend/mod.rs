@@ -30,7 +30,7 @@ use crate::math::tanh;
 use crate::paged::{Cache, Paged};
 use crate::scaling::Scaling;
 use crate::simd::{Simd, Task};
-use crate::threads::{for_each, Parts};
+use crate::threads::{for_each, for_each_ahead, Parts};
 use crate::Execution;
 
 /// The index arrays of a step over n rows.
@@ -82,7 +82,7 @@ impl Options<'_> {
     /// A head's sink as a softmax without values.
     fn sink(&self, head: usize) -> State {
         match self.sinks.map(|sinks| sinks[head]) {
-            Some(highest) if highest != f32::NEG_INFINITY => State { highest, sum: 1.0, divisor: 1.0 },
+            Some(base) if base != f32::NEG_INFINITY => State { base, sum: 1.0, divisor: 1.0 },
             _ => State::NOTHING,
         }
     }
@@ -165,9 +165,10 @@ pub fn attend(
     let sums = sums.filled(plan.num_partials * num_q_heads * head_dim_v, 0.0);
     {
         let partials = Partials { states: Parts::new(&mut states), sums: Parts::new(sums) };
-        for_each(plan.units.len(), execution.num_threads, Scratch::default, |scratch, index| {
+        for_each_ahead(plan.units.len(), execution.num_threads, Scratch::default, |scratch, index, next| {
             let unit = &plan.units[index];
-            execution.isa.run(RunUnit { call: &call, unit, partials: &partials, scratch });
+            let following = &mut || next().map(|index| &plan.units[index]);
+            execution.isa.run(RunUnit { call: &call, unit, following, partials: &partials, scratch });
         });
     }
     with_floats!(ElementsMut, out, out => {
@@ -286,25 +287,35 @@ impl Call<'_> {
 /// The running softmax of a head, besides its weighted values.
 #[derive(Debug, Clone, Copy)]
 struct State {
-    /// The highest logit.
-    highest: f32,
-    /// The sum of the weights against it.
+    /// What weights are taken against: a logit, at most `SLACK` below the highest.
+    base: f32,
+    /// The sum of the weights.
     sum: f32,
     /// The same of the weights that the values have been multiplied with, which may be rounded.
     divisor: f32,
 }
 
 impl State {
-    const NOTHING: Self = Self { highest: f32::NEG_INFINITY, sum: 0.0, divisor: 0.0 };
+    const NOTHING: Self = Self { base: f32::NEG_INFINITY, sum: 0.0, divisor: 0.0 };
+
+    /// Logits may be so much above the base: a weight is below 2^8 then, and most new maxima, which are small steps, cost no
+    /// rescaling of all that was summed before.
+    const SLACK: f32 = 5.5;
+
+    /// What logits may be without a rise.
+    #[inline(always)]
+    fn limit(&self) -> f32 {
+        self.base + Self::SLACK
+    }
 
     /// Take in the highest of new logits: (the factor of all that was summed before, what to take logits against).
     ///
     /// While nothing has a weight, all are taken against 0, as -inf - -inf would be NaN.
     #[inline(always)]
     fn rise(&mut self, highest: f32) -> (f32, f32) {
-        let before = self.highest;
-        if highest > before {
-            self.highest = highest;
+        let before = self.base;
+        if highest > self.limit() {
+            self.base = highest;
             (if before == f32::NEG_INFINITY { 0.0 } else { (before - highest).exp() }, highest)
         } else {
             (1.0, if before == f32::NEG_INFINITY { 0.0 } else { before })
@@ -349,6 +360,8 @@ struct Scratch {
 struct RunUnit<'a, 'b> {
     call: &'a Call<'b>,
     unit: &'a Unit,
+    /// What this thread runs next.
+    following: &'a mut dyn FnMut() -> Option<&'a Unit>,
     partials: &'a Partials<'b>,
     scratch: &'a mut Scratch,
 }
@@ -361,7 +374,7 @@ impl Task for RunUnit<'_, '_> {
         if self.unit.wide {
             wide::run(simd, self.call, self.unit, self.partials, &mut self.scratch.wide);
         } else {
-            narrow::run(simd, self.call, self.unit, self.partials, &mut self.scratch.narrow);
+            narrow::run(simd, self.call, self.unit, self.following, self.partials, &mut self.scratch.narrow);
         }
     }
 }
@@ -393,13 +406,13 @@ impl<T: Code> Task for Merge<'_, '_, T> {
                 let states = partials.clone().map(|partial| self.states[partial * num_q_heads + head]);
                 // Tokens of no row have no sink either.
                 let sink = if partials.is_empty() { State::NOTHING } else { self.call.options.sink(head) };
-                let highest = states.clone().fold(sink.highest, |high, state| high.max(state.highest));
+                let highest = states.clone().fold(sink.base, |high, state| high.max(state.base));
                 let base = if highest == f32::NEG_INFINITY { 0.0 } else { highest };
-                let mut sum = sink.sum * (sink.highest - base).exp();
+                let mut sum = sink.sum * (sink.base - base).exp();
                 let mut divisor = sum;
                 row.fill(0.0);
                 for (state, partial) in states.zip(partials.clone()) {
-                    let weight = (state.highest - base).exp();
+                    let weight = (state.base - base).exp();
                     sum += weight * state.sum;
                     divisor += weight * state.divisor;
                     let values = &self.sums[(partial * num_q_heads + head) * dim..][..dim];

@@ -6,20 +6,22 @@
 //! divided by the sum of the weights as they were rounded: they stay an average of V, exact where one key has it all.
 //! Invariant: only visible keys are read.
 
+use std::ops::Range;
+
 use super::grouped;
 use super::lines::Lines;
 use super::order::{are_bf16, Order};
 use super::packed;
 use super::pairs::PairSums;
 use super::products::{How, Logits, Sums};
-use super::rows::Rows;
+use super::rows::{Ahead, Rows};
 use super::tile::{Tile, TILE};
 use super::{soft_cap, Call, Partials, State, Unit};
 use crate::code::{with_elements, Code};
 use crate::math::exp;
 use crate::paged::Cache;
 use crate::scaling::Scaling;
-use crate::simd::{Simd, Task};
+use crate::simd::{Simd, Task, MIN_LANES};
 
 /// What a thread keeps between units.
 pub(super) struct Scratch {
@@ -33,7 +35,7 @@ pub(super) struct Scratch {
     pairs: [packed::Pairs; 4],
     /// `[num_q_heads, TILE]`: logits, then weights.
     weights: Lines,
-    /// `[3, num_heads, TILE]`: what K and V of a token are multiplied with, and what undoes the latter.
+    /// `[3, num_heads, TILE]`: what q.k is multiplied with; what V of a token is, and what undoes that.
     factors: Lines,
     /// `[num_q_heads, 3, lanes]`: the weights so far, added up; what to divide by; what V was multiplied with.
     lane_sums: Lines,
@@ -50,12 +52,13 @@ impl Default for Scratch {
     }
 }
 
-/// Run a unit of one query.
+/// Run a unit of one query; `following` tells what this thread runs after it.
 #[inline(always)]
-pub(super) fn run<S: Simd>(
+pub(super) fn run<'a, S: Simd>(
     simd: S,
     call: &Call<'_>,
-    unit: &Unit,
+    unit: &'a Unit,
+    following: &mut dyn FnMut() -> Option<&'a Unit>,
     partials: &Partials<'_>,
     scratch: &mut Scratch,
 ) {
@@ -95,10 +98,14 @@ pub(super) fn run<S: Simd>(
     let weights = weights.filled(q_heads.len() * TILE, 0.0);
     let all_factors = unit.heads.len() * TILE;
     let factors = factors.filled(3 * all_factors, 1.0);
+    let (k_factors, v_factors) = factors.split_at_mut(all_factors);
+    let (v_factors, undo_v_factors) = v_factors.split_at_mut(all_factors);
+    k_factors.fill(call.options.scale);
     if let Scaling::Head(scale) = source.k.scaling {
-        let of_heads = factors.chunks_exact_mut(TILE).zip(&scale[unit.heads.clone()]);
-        of_heads.for_each(|(factors, &scale)| factors.fill(scale));
+        let of_heads = k_factors.chunks_exact_mut(TILE).zip(&scale[unit.heads.clone()]);
+        of_heads.for_each(|(factors, scale)| factors.fill(call.options.scale * scale));
     }
+    let mut all_undone = true;
     let lane_sums = lane_sums.filled(q_heads.len() * 3 * S::LANES, 0.0);
     // SAFETY: no other unit has these heads of this partial result.
     let (states, sums) = unsafe { partials.of(call, unit.partial, q_heads.clone()) };
@@ -107,20 +114,17 @@ pub(super) fn run<S: Simd>(
     now.locate(&source, first, &unit.keys);
     while now.len > 0 {
         next.locate(&source, first + now.len, &unit.keys);
-        let [k_next, v_next] = if next.len == 0 { [&now.k, &now.v] } else { [&next.k, &next.v] };
-        let (k_factors, v_factors) = factors.split_at_mut(all_factors);
-        let (v_factors, undo_v_factors) = v_factors.split_at_mut(all_factors);
-        if matches!(source.k.scaling, Scaling::TokenHead(_)) {
-            load_factors(source.k, now, unit, k_factors);
-        }
-        if matches!(source.v.scaling, Scaling::TokenHead(_)) {
-            load_factors(source.v, now, unit, v_factors);
-            if rounded {
-                undo_v_factors
-                    .iter_mut()
-                    .zip(&*v_factors)
-                    .for_each(|(undo, &factor)| *undo = undoing(factor));
-            }
+        let is_last = next.len == 0;
+        let ahead = if is_last { first_of_following(call, following, next).unwrap_or(unit) } else { unit };
+        let [after_k, after_v] = after(call, (unit, now), (ahead, next));
+        load_factors(simd, source.k, (now, next), &unit.heads, call.options.scale, k_factors);
+        load_factors(simd, source.v, (now, next), &unit.heads, 1.0, v_factors);
+        if rounded && matches!(source.v.scaling, Scaling::TokenHead(_)) {
+            let factors = undo_v_factors.iter_mut().zip(&*v_factors);
+            all_undone = factors.fold(true, |all, (undo, &factor)| {
+                *undo = undoing(factor);
+                all & (*undo != 0.0)
+            });
         }
 
         if source.k.scaling.is_factor() {
@@ -128,13 +132,13 @@ pub(super) fn run<S: Simd>(
                 q,
                 q_stride,
                 how,
-                rows: Rows::new(data, &source.k.paged, unit.heads.clone(), group, &now.k, now.len, k_next),
+                rows: Rows::new(data, &source.k.paged, unit.heads.clone(), group, &now.k, now.len, after_k),
                 logits: weights,
             }.run(simd));
         } else {
             load_scales(simd, source.k, (now, next), unit, k_scales);
             if let Some(rows) =
-                grouped::Rows::new(source.k, k_scales, unit.heads.clone(), group, (&now.k, &next.k), now.len)
+                grouped::Rows::new(source.k, k_scales, unit.heads.clone(), group, &now.k, now.len, after_k)
             {
                 if how == How::Pairs {
                     simd.vectorize(packed::Logits { rows, q, q_stride, logits: weights });
@@ -151,6 +155,8 @@ pub(super) fn run<S: Simd>(
             k_factors,
             v_factors,
             undo_v_factors,
+            all_undone,
+            totals: v_order.needs_total(),
             weights,
             states,
             lane_sums,
@@ -163,7 +169,7 @@ pub(super) fn run<S: Simd>(
         }
         if source.v.scaling.is_factor() {
             with_elements!(Elements, source.v.data, data => {
-                let rows = Rows::new(data, &source.v.paged, unit.heads.clone(), group, &now.v, now.len, v_next);
+                let rows = Rows::new(data, &source.v.paged, unit.heads.clone(), group, &now.v, now.len, after_v);
                 if rounded {
                     PairSums { weights, rows, sums }.run(simd);
                 } else {
@@ -173,7 +179,7 @@ pub(super) fn run<S: Simd>(
         } else {
             load_scales(simd, source.v, (now, next), unit, v_scales);
             if let Some(rows) =
-                grouped::Rows::new(source.v, v_scales, unit.heads.clone(), group, (&now.v, &next.v), now.len)
+                grouped::Rows::new(source.v, v_scales, unit.heads.clone(), group, &now.v, now.len, after_v)
             {
                 if v_order.is_plain() {
                     simd.vectorize(grouped::Sums { rows, weights, sums });
@@ -181,6 +187,9 @@ pub(super) fn run<S: Simd>(
                     simd.vectorize(packed::Sums { rows, weights, sums, pairs });
                 }
             }
+        }
+        if is_last {
+            break;
         }
         first += now.len;
         std::mem::swap(&mut now, &mut next);
@@ -200,6 +209,30 @@ pub(super) fn run<S: Simd>(
             }
             _ => {}
         }
+    }
+}
+
+/// Find the first tile of the unit that follows: None where there is none, or one whose rows are not read like these.
+fn first_of_following<'a>(
+    call: &Call<'_>,
+    following: &mut dyn FnMut() -> Option<&'a Unit>,
+    tile: &mut Tile,
+) -> Option<&'a Unit> {
+    let unit = following().filter(|unit| !unit.wide && !unit.in_tail)?;
+    tile.locate(&call.source(unit), unit.keys.start, &unit.keys);
+    Some(unit)
+}
+
+/// What is computed on after K and after V of a tile: its V and the K of the next one; where rows of K and V differ in
+/// length, the K and the V of the next one. Without a next one, the tile again.
+fn after(call: &Call<'_>, (unit, now): (&Unit, &Tile), (ahead, next): (&Unit, &Tile)) -> [Ahead; 2] {
+    let source = call.source(ahead);
+    let next = if next.len == 0 { now } else { next };
+    let next_k = Ahead::new(source.k, &ahead.heads, &next.k);
+    if source.k.row_bytes() == source.v.row_bytes() {
+        [Ahead::new(call.source(unit).v, &unit.heads, &now.v), next_k]
+    } else {
+        [next_k, Ahead::new(source.v, &ahead.heads, &next.v)]
     }
 }
 
@@ -255,10 +288,24 @@ fn order_of_v<S: Simd>(cache: &Cache<'_>, rounds: bool) -> (bool, Order) {
     }
 }
 
-/// The factors of the tokens of a tile, `[num_heads, TILE]`.
-fn load_factors(cache: &Cache<'_>, tile: &Tile, unit: &Unit, factors: &mut [f32]) {
-    for (factors, head) in factors.chunks_exact_mut(TILE).zip(unit.heads.clone()) {
-        factors.iter_mut().zip(&tile.slots).for_each(|(factor, &slot)| *factor = cache.factor(slot, head));
+/// The factors of the tokens of a tile times a scale, `[num_heads, TILE]`, where each token has its own.
+#[inline(always)]
+fn load_factors<S: Simd>(
+    simd: S,
+    cache: &Cache<'_>,
+    (tile, next): (&Tile, &Tile),
+    heads: &Range<usize>,
+    scale: f32,
+    factors: &mut [f32],
+) {
+    let Scaling::TokenHead(scales) = cache.scaling else { return };
+    let first = |slot: usize| slot * cache.paged.num_heads + heads.start;
+    for &slot in &next.slots[..next.len] {
+        simd.prefetch_near(scales[first(slot)..].as_ptr().cast());
+    }
+    for (head, factors) in factors.chunks_exact_mut(TILE).enumerate() {
+        let factors = factors.iter_mut().zip(&tile.slots);
+        factors.for_each(|(factor, &slot)| *factor = scale * scales[first(slot) + head]);
     }
 }
 
@@ -293,10 +340,14 @@ struct Weights<'a, 'b> {
     len: usize,
     /// From the first key of the tile to the query, in tokens.
     distance: usize,
-    /// `[num_heads, TILE]`: what K and V of a token are multiplied with; and what undoes the latter, 0 where nothing does.
+    /// `[num_heads, TILE]`: what q.k is multiplied with; what V of a token is, and what undoes that, 0 where nothing does.
     k_factors: &'a [f32],
     v_factors: &'a [f32],
     undo_v_factors: &'a [f32],
+    /// Whether there is no such 0.
+    all_undone: bool,
+    /// Whether anybody asks for the sum of the rounded ones.
+    totals: bool,
     /// `[num_q_heads, TILE]`.
     weights: &'a mut [f32],
     states: &'a mut [State],
@@ -331,67 +382,73 @@ impl Weights<'_, '_> {
     fn weigh<S: Simd, const ROUNDED: bool>(self, simd: S) {
         let options = &self.call.options;
         let (head_dim_v, group) = (self.call.head_dim_v(), self.call.group());
-        let scale = simd.splat(options.scale);
         let rows = (self.weights.chunks_exact_mut(TILE).zip(self.states))
             .zip(self.sums.chunks_exact_mut(head_dim_v).zip(self.lane_sums.chunks_exact_mut(3 * S::LANES)));
-        let padded = self.len.next_multiple_of(S::LANES);
         for (index, ((weights, state), (sums, lane_sums))) in rows.enumerate() {
             let slope = options.alibi_slopes.map(|slopes| slopes[self.head + index]);
             let k_factors = self.k_factors[index / group * TILE..][..TILE].as_ptr();
             let v_factors = self.v_factors[index / group * TILE..][..TILE].as_ptr();
             let undo = self.undo_v_factors[index / group * TILE..][..TILE].as_ptr();
-            // SAFETY: padded is at most TILE, and a multiple of the lanes; of the sums there are as many.
+            // SAFETY: vectors are of the tile; of the sums there are three.
             unsafe {
                 let weights_at = weights.as_mut_ptr();
+                let mut logits = [simd.splat(f32::NEG_INFINITY); TILE / MIN_LANES];
                 let mut highest = simd.splat(f32::NEG_INFINITY);
-                for at in (0..padded).step_by(S::LANES) {
-                    let factor = simd.mul(scale, simd.load(k_factors.add(at)));
-                    let mut logit = simd.mul(factor, simd.load(weights_at.add(at)));
+                for (vector, to) in logits.iter_mut().enumerate().take(TILE / S::LANES) {
+                    let at = vector * S::LANES;
+                    let mut logit = simd.mul(simd.load(k_factors.add(at)), simd.load(weights_at.add(at)));
                     if let Some(cap) = options.soft_cap {
                         logit = soft_cap(simd, logit, cap);
                     }
                     if let Some(slope) = slope {
-                        logit = tilt(simd, logit, slope, self.distance - at);
+                        logit = tilt(simd, logit, slope, self.distance as i64 - at as i64);
                     }
                     if at + S::LANES > self.len {
                         // Beyond the keys: no weight.
-                        let is_key = simd.less(simd.iota(), simd.splat((self.len - at) as f32));
+                        let is_key = simd.less(simd.iota(), simd.splat(self.len as f32 - at as f32));
                         logit = simd.select(is_key, logit, simd.splat(f32::NEG_INFINITY));
                     }
-                    simd.store(weights_at.add(at), logit);
                     highest = simd.max(highest, logit);
+                    *to = logit;
                 }
-                // After some tiles there is seldom a new maximum, and a mask is found sooner than one.
-                let rises = simd.any(simd.less(simd.splat(state.highest), highest));
+                // After the first tile the base seldom rises, and a mask is found sooner than a maximum.
+                let rises = simd.any(simd.less(simd.splat(state.limit()), highest));
                 let (rescale, base) =
                     state.rise(if rises { simd.highest(highest) } else { f32::NEG_INFINITY });
                 if rescale != 1.0 {
-                    sums.iter_mut().for_each(|sum| *sum *= rescale);
+                    sums.iter_mut().chain(&mut *lane_sums).for_each(|sum| *sum *= rescale);
                 }
                 let base = simd.splat(base);
-                let mut sum = simd.mul(simd.splat(rescale), simd.load(lane_sums.as_ptr()));
-                let rounded_at = lane_sums.as_mut_ptr().add(S::LANES);
-                let mut divisor = simd.mul(simd.splat(rescale), simd.load(rounded_at));
-                let mut total = simd.mul(simd.splat(rescale), simd.load(rounded_at.add(S::LANES)));
-                for at in (0..padded).step_by(S::LANES) {
-                    let weight = exp(simd, simd.sub(simd.load(weights_at.add(at)), base));
+                let lane_sums = lane_sums.as_mut_ptr();
+                let [mut sum, mut divisor, mut total] =
+                    [0, 1, 2].map(|index| simd.load(lane_sums.add(index * S::LANES)));
+                for (vector, &logit) in logits.iter().enumerate().take(TILE / S::LANES) {
+                    let at = vector * S::LANES;
+                    let weight = exp(simd, simd.sub(logit, base));
                     sum = simd.add(sum, weight);
                     let factored = simd.mul(weight, simd.load(v_factors.add(at)));
                     if ROUNDED {
                         // Half as wide, in the place of what has been read.
                         let stored = simd.store_bf16(weights_at.cast::<u16>().add(at), factored);
                         let undo = simd.load(undo.add(at));
-                        let has_undo = simd.less(simd.splat(0.0), simd.mul(undo, undo));
-                        divisor = simd.add(divisor, simd.select(has_undo, simd.mul(stored, undo), weight));
-                        total = simd.add(total, stored);
+                        if self.all_undone {
+                            divisor = simd.mul_add(stored, undo, divisor);
+                        } else {
+                            let has_undo = simd.less(simd.splat(0.0), simd.mul(undo, undo));
+                            divisor =
+                                simd.add(divisor, simd.select(has_undo, simd.mul(stored, undo), weight));
+                        }
+                        if self.totals {
+                            total = simd.add(total, stored);
+                        }
                     } else {
                         simd.store(weights_at.add(at), factored);
                     }
                 }
-                simd.store(lane_sums.as_mut_ptr(), sum);
+                simd.store(lane_sums, sum);
                 if ROUNDED {
-                    simd.store(rounded_at, divisor);
-                    simd.store(rounded_at.add(S::LANES), total);
+                    simd.store(lane_sums.add(S::LANES), divisor);
+                    simd.store(lane_sums.add(2 * S::LANES), total);
                 }
             }
         }
@@ -400,7 +457,7 @@ impl Weights<'_, '_> {
 
 /// Logits less what distance costs; the key of the first lane is `distance` tokens before the query.
 #[inline(always)]
-fn tilt<S: Simd>(simd: S, logits: S::F, slope: f32, distance: usize) -> S::F {
+fn tilt<S: Simd>(simd: S, logits: S::F, slope: f32, distance: i64) -> S::F {
     let distance = simd.sub(simd.splat(distance as f32), simd.iota());
     simd.sub(logits, simd.mul(simd.splat(slope), distance))
 }

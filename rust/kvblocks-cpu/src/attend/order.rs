@@ -1,7 +1,7 @@
 //! The order of the elements of a row in a query and in sums. Imports `code` and `simd`.
 //!
 //! Rows go through f32 in their own order, or, where whole blocks of a row have a quick way to pairs of bf16, in pairs.
-//! Invariant: arranging rounds nothing; what is arranged in pairs are bf16 numbers.
+//! Invariant: arranging rounds nothing; what is arranged in pairs are bf16 numbers. Elements are below their number.
 
 use crate::code::Code;
 use crate::simd::Simd;
@@ -11,6 +11,8 @@ pub(super) struct Order {
     /// The element at each place, unless it is the place itself. In pairs of elements, a vector of low halves and one of
     /// the elements after them take turns.
     elements: Vec<usize>,
+    /// Whether each four of them are neighbours.
+    in_fours: bool,
     /// Elements of a query in pairs that sums of lanes come after, and what these are multiplied with.
     chunk: usize,
     lane_sums: f32,
@@ -20,7 +22,8 @@ pub(super) struct Order {
 
 impl Order {
     /// The order of a row.
-    pub(super) const PLAIN: Self = Self { elements: Vec::new(), chunk: 0, lane_sums: 0.0, offset: 0.0 };
+    pub(super) const PLAIN: Self =
+        Self { elements: Vec::new(), in_fours: false, chunk: 0, lane_sums: 0.0, offset: 0.0 };
 
     /// The order for rows of a type whose elements go in pairs with their neighbours; plain where they cannot.
     pub(super) fn of_pairs<S: Simd, T: Code>(dim: usize) -> Self {
@@ -38,17 +41,28 @@ impl Order {
             return Self::PLAIN;
         }
         let element = |at: usize| at / block * block + place(at % block / S::LANES, at % S::LANES);
-        let elements = (0..dim).map(element).collect();
-        Self { elements, chunk: dim, lane_sums: -T::PAIR_OFFSET, offset: T::PAIR_OFFSET }
+        let (lane_sums, offset) = (-T::PAIR_OFFSET, T::PAIR_OFFSET);
+        Self { lane_sums, offset, ..Self::of_chunks((0..dim).map(element).collect(), dim) }
     }
 
     /// The order of given elements, of a query with the sums of the lanes of each chunk, or of sums.
+    ///
+    /// They are the numbers below their number, each once.
     pub(super) fn of_chunks(elements: Vec<usize>, chunk: usize) -> Self {
-        Self { elements, chunk, lane_sums: 1.0, offset: 0.0 }
+        assert!(elements.iter().all(|&element| element < elements.len()));
+        let in_fours =
+            elements.chunks(4).all(|four| four.iter().enumerate().all(|(at, e)| *e == four[0] + at));
+        let in_fours = in_fours && elements.len().is_multiple_of(4);
+        Self { elements, in_fours, chunk, lane_sums: 1.0, offset: 0.0 }
     }
 
     pub(super) fn is_plain(&self) -> bool {
         self.elements.is_empty()
+    }
+
+    /// Whether `restore` takes the total of the weights off.
+    pub(super) fn needs_total(&self) -> bool {
+        self.offset != 0.0
     }
 
     /// Put a query of f32 in order.
@@ -61,15 +75,21 @@ impl Order {
     /// factor: what takes off what pairs of K are more than their values.
     #[inline(always)]
     pub(super) fn arrange_pairs<S: Simd>(&self, row: &[f32], to: &mut [f32]) {
+        assert!(row.len() >= self.elements.len());
         let chunks = to.chunks_exact_mut(self.chunk / 2 + S::LANES);
         for (to, elements) in chunks.zip(self.elements.chunks_exact(self.chunk)) {
             let (pairs, sums) = to.split_at_mut(self.chunk / 2);
             for (pairs, elements) in pairs.chunks_exact_mut(S::LANES).zip(elements.chunks_exact(2 * S::LANES))
             {
-                for (lane, (pair, sum)) in pairs.iter_mut().zip(&mut *sums).enumerate() {
-                    let [low, high] = [row[elements[lane]], row[elements[S::LANES + lane]]];
+                let (low, high) = elements.split_at(S::LANES);
+                for (lane, pair) in pairs.iter_mut().enumerate() {
+                    // SAFETY: elements are below their number.
+                    let [low, high] =
+                        unsafe { [*row.get_unchecked(low[lane]), *row.get_unchecked(high[lane])] };
                     *pair = f32::from_bits(low.to_bits() >> 16 | high.to_bits());
-                    *sum += self.lane_sums * (low + high);
+                    if self.lane_sums != 0.0 {
+                        sums[lane] += self.lane_sums * (low + high);
+                    }
                 }
             }
         }
@@ -81,9 +101,15 @@ impl Order {
         if self.is_plain() {
             return;
         }
-        sums.iter().zip(&self.elements).for_each(|(&sum, &element)| row[element] = sum);
-        sums.copy_from_slice(row);
-        if self.offset != 0.0 {
+        row.copy_from_slice(sums);
+        if self.in_fours {
+            for (four, elements) in row.chunks_exact(4).zip(self.elements.chunks_exact(4)) {
+                sums[elements[0]..][..4].copy_from_slice(four);
+            }
+        } else {
+            row.iter().zip(&self.elements).for_each(|(&value, &element)| sums[element] = value);
+        }
+        if self.needs_total() {
             sums.iter_mut().for_each(|sum| *sum -= self.offset * total);
         }
     }

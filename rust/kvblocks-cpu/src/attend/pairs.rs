@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::products::{for_heads, with_dim, Columns};
-use super::rows::{Place, Rows, LINE_BYTES};
+use super::rows::{keep_order, Place, Rows, LINE_BYTES};
 use super::tile::TILE;
 use crate::code::Code;
 use crate::simd::{Simd, Task, MAX_LANES};
@@ -36,7 +36,7 @@ pub(super) unsafe fn dot_rows<S: Simd, T: Code, const HEADS: usize, const KEYS: 
         for at in (0..dim).step_by(vectors * 2 * S::LANES) {
             let mut k = [[simd.splat_bits(0); 2]; KEYS];
             for (k, place) in k.iter_mut().zip(&places) {
-                place.ask(simd, at, LINE_BYTES, dim);
+                place.ask(simd, at, LINE_BYTES);
                 *k = T::load_pairs(simd, place.row.add(at));
             }
             for vector in 0..vectors {
@@ -47,13 +47,14 @@ pub(super) unsafe fn dot_rows<S: Simd, T: Code, const HEADS: usize, const KEYS: 
                     }
                 }
             }
+            keep_order();
         }
     }
     products
 }
 
-/// Tokens whose V is taken at once where the heads of a token lie side by side; even.
-const TOKENS: usize = 8;
+/// Tokens of bytes whose V is taken at once where the heads of a token lie side by side, of longer elements fewer; even.
+const TOKENS: usize = 16;
 
 /// Add the weighted values of a tile to the sums of some heads, two keys at a time.
 pub(super) struct PairSums<'a, T> {
@@ -87,7 +88,7 @@ impl<T: Code, const HEADS: usize> Task for PairSumsOf<'_, '_, T, HEADS> {
         let num_q_heads = rows.num_heads * rows.group;
         assert!(weights.len() >= num_q_heads * TILE && sums.len() >= num_q_heads * rows.dim);
         assert!(self.first + HEADS <= rows.group);
-        with_dim!(HEADS, rows.dim, dim => rows.for_each(TOKENS, |head, tokens| {
+        with_dim!(HEADS, rows.dim, dim => rows.for_each(TOKENS / size_of::<T>(), |head, tokens| {
             let q_head = head * rows.group + self.first;
             // SAFETY: the heads are within the arrays; the elements are whole blocks of the row, of two or four vectors.
             unsafe {
@@ -125,10 +126,11 @@ impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
             let whole = tokens.end - tokens.len() % 2;
             for token in (tokens.start..whole).step_by(2) {
                 let [a, b] = self.rows.at::<2>(self.head, token);
-                a.ask(simd, at, bytes, VECTORS * S::LANES);
-                b.ask(simd, at, bytes, VECTORS * S::LANES);
+                a.ask(simd, at, bytes);
+                b.ask(simd, at, bytes);
                 let values = pair_rows::<S, T, VECTORS>(simd, a.row.add(at), Some(b.row.add(at)));
                 self.multiply(simd, token, values, &mut sums);
+                keep_order();
             }
             if whole < tokens.end {
                 // The other one would be no key, and may be infinite: its weight of 0 would not hide it.

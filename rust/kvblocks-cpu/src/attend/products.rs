@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::pairs::dot_rows;
-use super::rows::{Place, Rows};
+use super::rows::{keep_order, Place, Rows};
 use super::tile::TILE;
 use crate::code::Code;
 use crate::simd::{Simd, Task, MAX_LANES};
@@ -148,10 +148,11 @@ unsafe fn by_element<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
         for at in (0..whole).step_by(S::LANES) {
             let mut k = [simd.splat(0.0); KEYS];
             for (k, place) in k.iter_mut().zip(&places) {
-                place.ask(simd, at, S::LANES * size_of::<T>(), dim);
+                place.ask(simd, at, S::LANES * size_of::<T>());
                 *k = T::load(simd, place.row.add(at));
             }
             multiply(simd, q.add(at), q_stride, k, &mut products);
+            keep_order();
         }
         if whole < dim {
             let mut k = [simd.splat(0.0); KEYS];
@@ -182,7 +183,7 @@ unsafe fn by_pair<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
         for at in (0..dim).step_by(block) {
             let mut k = [[simd.splat_bits(0); 2]; KEYS];
             for (k, place) in k.iter_mut().zip(&places) {
-                place.ask(simd, at, block * size_of::<T>(), dim);
+                place.ask(simd, at, block * size_of::<T>());
                 *k = T::load_pairs(simd, place.row.add(at));
             }
             for vector in 0..vectors {
@@ -194,6 +195,7 @@ unsafe fn by_pair<S: Simd, T: Code, const HEADS: usize, const KEYS: usize>(
                     multiply(simd, q.add(at + (2 * vector + half) * S::LANES), q_stride, k, &mut products);
                 }
             }
+            keep_order();
         }
     }
     products
@@ -377,16 +379,28 @@ impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
             let mut sums = self.load::<S, VECTORS>(simd, at);
             for token in tokens {
                 let [place] = self.rows.at(self.head, token);
-                place.ask(simd, at, len * size_of::<T>(), len);
-                let values: [S::F; VECTORS] = if IN_PAIRS {
-                    load_pairs(simd, place.row.add(at))
+                let mut weights = [simd.splat(0.0); HEADS];
+                for (index, weight) in weights.iter_mut().enumerate() {
+                    *weight = simd.splat(*self.weights.add(index * TILE + token));
+                }
+                if IN_PAIRS {
+                    place.ask(simd, at, len * size_of::<T>());
+                    let values: [S::F; VECTORS] = load_pairs(simd, place.row.add(at));
+                    for (sums, &weight) in sums.iter_mut().zip(&weights) {
+                        for (sum, &value) in sums.iter_mut().zip(&values) {
+                            *sum = simd.mul_add(weight, value, *sum);
+                        }
+                    }
+                    keep_order();
                 } else {
-                    load(simd, place.row.add(at))
-                };
-                for (index, sums) in sums.iter_mut().enumerate() {
-                    let weight = simd.splat(*self.weights.add(index * TILE + token));
-                    for (sum, &value) in sums.iter_mut().zip(&values) {
-                        *sum = simd.mul_add(weight, value, *sum);
+                    for vector in 0..VECTORS {
+                        let at = at + vector * S::LANES;
+                        place.ask(simd, at, S::LANES * size_of::<T>());
+                        let value = T::load(simd, place.row.add(at));
+                        for (sums, &weight) in sums.iter_mut().zip(&weights) {
+                            sums[vector] = simd.mul_add(weight, value, sums[vector]);
+                        }
+                        keep_order();
                     }
                 }
             }
@@ -417,19 +431,7 @@ impl<T: Code, const HEADS: usize> Columns<'_, '_, T, HEADS> {
     }
 }
 
-/// # Safety
-/// VECTORS vectors of elements are readable.
-#[inline(always)]
-unsafe fn load<S: Simd, T: Code, const VECTORS: usize>(simd: S, from: *const T) -> [S::F; VECTORS] {
-    let mut values = [simd.splat(0.0); VECTORS];
-    for (vector, value) in values.iter_mut().enumerate() {
-        // SAFETY: the caller's.
-        *value = unsafe { T::load(simd, from.add(vector * S::LANES)) };
-    }
-    values
-}
-
-/// The same in the order of pairs.
+/// VECTORS vectors of elements in the order of pairs.
 ///
 /// # Safety
 /// They are readable, and one or two blocks.

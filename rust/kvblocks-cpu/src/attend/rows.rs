@@ -4,16 +4,56 @@
 //! Invariant: places come from a tile, so rows lie within the storage; what is only asked for may lie anywhere.
 
 use std::ops::Range;
+use std::sync::atomic::{compiler_fence, Ordering};
 
 use super::tile::TILE;
-use crate::code::Code;
-use crate::paged::Paged;
+use crate::code::{with_elements, Code};
+use crate::paged::{Cache, Paged};
 use crate::simd::Simd;
 
 pub(super) const LINE_BYTES: usize = 64;
 
 /// Tokens ahead of which a row is asked for again: with all heads of a token side by side, some hundred lines.
 const SOON: usize = 4;
+
+/// The rows of some heads that are computed on when those of a tile are done, of any type.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    /// Base of the rows of the first head.
+    data: *const u8,
+    /// Bytes between two heads of a token.
+    head_stride: usize,
+    /// Bytes from the base to what has the place of each token.
+    tokens: [usize; TILE],
+}
+
+impl Ahead {
+    pub(super) fn new(cache: &Cache<'_>, heads: &Range<usize>, tokens: &[usize; TILE]) -> Self {
+        let (data, element_bytes) =
+            with_elements!(Elements, cache.data, data => (data.as_ptr().cast::<u8>(), size_of_val(&data[0])));
+        let head_stride = cache.paged.head_stride * element_bytes;
+        let tokens = tokens.map(|token| token * element_bytes);
+        Self { data: data.wrapping_add(heads.start * head_stride), head_stride, tokens }
+    }
+
+    /// Where the row of a head starts that has the place of a token.
+    ///
+    /// # Safety
+    /// The index is below TILE.
+    #[inline(always)]
+    pub(super) unsafe fn at(&self, head: usize, index: usize) -> *const u8 {
+        // SAFETY: the caller's.
+        let token = unsafe { *self.tokens.get_unchecked(index) };
+        self.data.wrapping_add(head * self.head_stride).wrapping_add(token)
+    }
+}
+
+/// Keep all that is asked for and loaded before this ahead of what comes after it. Else compilers gather the requests of a
+/// row, and the processor drops those that come in crowds.
+#[inline(always)]
+pub(super) fn keep_order() {
+    compiler_fence(Ordering::SeqCst);
+}
 
 /// The rows of some heads of K or V in a tile.
 pub(super) struct Rows<'a, T> {
@@ -31,8 +71,9 @@ pub(super) struct Rows<'a, T> {
     /// As in `Tile`; `len` of them count.
     tokens: &'a [usize; TILE],
     len: usize,
-    /// Those of the next tile, or of this one again.
-    next: &'a [usize; TILE],
+    /// Bytes from the base to the row that is due `SOON` tokens after each, of this tile or ahead.
+    soon: [usize; TILE],
+    ahead: Ahead,
 }
 
 impl<'a, T: Code> Rows<'a, T> {
@@ -44,11 +85,17 @@ impl<'a, T: Code> Rows<'a, T> {
         group: usize,
         tokens: &'a [usize; TILE],
         len: usize,
-        next: &'a [usize; TILE],
+        ahead: Ahead,
     ) -> Self {
+        // Within the storage, as the head has rows.
+        let data = data[heads.start * paged.head_stride..].as_ptr();
+        let to_ahead = (ahead.data as usize).wrapping_sub(data as usize);
+        let soon = std::array::from_fn(|index| match tokens.get(index + SOON) {
+            Some(token) => token * size_of::<T>(),
+            None => to_ahead.wrapping_add(ahead.tokens[index + SOON - TILE]),
+        });
         Self {
-            // Within the storage, as the head has rows.
-            data: data[heads.start * paged.head_stride..].as_ptr(),
+            data,
             dim: paged.head_dim,
             head_stride: paged.head_stride,
             num_heads: heads.len(),
@@ -56,7 +103,8 @@ impl<'a, T: Code> Rows<'a, T> {
             heads_together: paged.head_stride <= paged.token_stride,
             tokens,
             len,
-            next,
+            soon,
+            ahead,
         }
     }
 
@@ -78,47 +126,41 @@ impl<'a, T: Code> Rows<'a, T> {
     /// The head is one of these, and the tokens are some of the tile.
     #[inline(always)]
     pub(super) unsafe fn at<const TOKENS: usize>(&self, head: usize, first: usize) -> [Place<T>; TOKENS] {
-        let head = self.data.wrapping_add(head * self.head_stride);
+        let rows = self.data.wrapping_add(head * self.head_stride);
         std::array::from_fn(|index| {
             let index = first + index;
-            // SAFETY: the caller's; the remainder is below TILE.
-            let (row, soon, next) = unsafe {
-                let soon = self.tokens.get_unchecked((index + SOON) % TILE);
-                (self.tokens.get_unchecked(index), soon, self.next.get_unchecked(index))
+            // SAFETY: the caller's.
+            let (row, soon, ahead) = unsafe {
+                (self.tokens.get_unchecked(index), self.soon.get_unchecked(index), self.ahead.at(head, index))
             };
-            Place {
-                row: head.wrapping_add(*row),
-                soon: head.wrapping_add(*soon),
-                next: head.wrapping_add(*next),
-            }
+            Place { row: rows.wrapping_add(*row), soon: rows.cast::<u8>().wrapping_add(*soon), ahead }
         })
     }
 }
 
-/// A row of a tile, the one `SOON` tokens later, and the one in its place in the next tile.
+/// A row of a tile, the one that is due `SOON` tokens later, and what has its place in the rows that come next.
 #[derive(Clone, Copy)]
 pub(super) struct Place<T> {
     pub(super) row: *const T,
-    soon: *const T,
-    next: *const T,
+    soon: *const u8,
+    ahead: *const u8,
 }
 
 impl<T> Place<T> {
-    /// Ask for some bytes of the next row from an element on, again for as many of the one that is due soon, and for as
-    /// many of this one `distance` elements further, which are in a farther cache by now.
+    /// Ask for what comes in the place of some bytes of this row, from an element on, and again for what is due soon.
     ///
-    /// So what is computed on is asked for three times, each time in the order of the computation: memory is read at one
-    /// pace, in runs that the processor sees, and what is used over and over stays in the first-level cache. The second
-    /// time is for lines that the processor forgot: it drops what it is asked for while too many lines are under way.
+    /// So all that is computed on is asked for twice, each time in the order of the computation: memory is read at one
+    /// pace, in runs that the processor sees. The second time is for lines that the processor forgot: it drops what it is
+    /// asked for while too many lines are under way.
     #[inline(always)]
-    pub(super) fn ask<S: Simd>(self, simd: S, element: usize, bytes: usize, distance: usize) {
-        if bytes < LINE_BYTES && !(element * size_of::<T>()).is_multiple_of(LINE_BYTES) {
+    pub(super) fn ask<S: Simd>(self, simd: S, element: usize, bytes: usize) {
+        let start = element * size_of::<T>();
+        if bytes < LINE_BYTES && !start.is_multiple_of(LINE_BYTES) {
             return; // in a line that has been asked for
         }
         for byte in (0..bytes).step_by(LINE_BYTES) {
-            simd.prefetch_far(self.next.wrapping_add(element).cast::<u8>().wrapping_add(byte));
-            simd.prefetch_far(self.soon.wrapping_add(element).cast::<u8>().wrapping_add(byte));
-            simd.prefetch_near(self.row.wrapping_add(element + distance).cast::<u8>().wrapping_add(byte));
+            simd.prefetch_far(self.ahead.wrapping_add(start + byte));
+            simd.prefetch_far(self.soon.wrapping_add(start + byte));
         }
     }
 }

@@ -161,7 +161,7 @@ impl Rows<'_, '_> {
             let (states, out) =
                 unsafe { partials.of(call, unit.partial + query * unit.partial_step, q_head..q_head + 1) };
             let (highest, sum) = (lanes.highest[lane], lanes.sum[lane]);
-            states[0] = State { highest, sum, divisor: sum };
+            states[0] = State { base: highest, sum, divisor: sum };
             for (element, value) in out.iter_mut().enumerate() {
                 *value = sums[element * width + lane];
             }

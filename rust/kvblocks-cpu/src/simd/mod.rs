@@ -203,6 +203,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
 
 /// The widest `LANES` of all instruction sets.
 pub(crate) const MAX_LANES: usize = 16;
+/// Lanes of the narrowest.
+pub(crate) const MIN_LANES: usize = 8;
 
 /// An instruction set that this processor has.
 #[derive(Clone, Copy, PartialEq, Eq)]
