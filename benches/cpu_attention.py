@@ -66,8 +66,8 @@ def filled(kv_format: str, num_seqs: int) -> tuple[LayerCache, NDArray[np.int32]
 def decode(kv_format: str, num_threads: int, repeat: int) -> list[float]:
     """Seconds of a step, of two reads of its working set, and of a step on two blocks over and over.
 
-    The reads are plain ones: of each array from end to end, and of its blocks in the order of the tables, as a step has to
-    read them. What is read over and over is in the second-level cache, so that is what the arithmetic takes.
+    The reads are plain ones: of each array from end to end, and of its blocks in the order of the tables, as a step has
+    to read them. What is read over and over is in the second-level cache, so that is what the arithmetic takes.
     """
     cache, tables = filled(kv_format, NUM_SEQS)
     backend = CpuBackend(num_threads=num_threads)
@@ -77,7 +77,9 @@ def decode(kv_format: str, num_threads: int, repeat: int) -> list[float]:
     words = [array.reshape(-1).view(np.uint8) for _, array in cache.named_arrays]
     floats = [part[: part.size // 4 * 4].view(np.float32) for part in words]
     # What has no part in each block is read whole: scales of heads or channels.
-    block_lens = [part.size // cache.num_blocks if part.size % cache.num_blocks == 0 else 0 for part in floats]
+    block_lens = [
+        part.size // cache.num_blocks if part.size % cache.num_blocks == 0 else 0 for part in floats
+    ]
     in_order, how = tables.reshape(-1), (backend.simd, num_threads)
     return best(
         repeat,

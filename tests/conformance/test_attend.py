@@ -346,6 +346,14 @@ def test_large_logits_do_not_overflow(harness: Harness) -> None:
     scene.check(tolerance=1e-3, scale=30.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", [-6.0, 1.0, 5.4, 5.6, 40.0])
+def test_logits_that_climb_or_fall(harness: Harness, step: float, dtype: str) -> None:
+    """By a step every 32 keys: softmaxes that go over keys in tiles rescale what they have, or let weights grow."""
+    scene = make_scene(harness, seq_lens=(1100, 33), heads=(4, 2), dtype=dtype)
+    scene.check(alibi_slopes=np.full(4, step / 32, np.float32))
+
+
 class TestLogitsOfMinusInfinity:
     """200 keys of which some leading ones have the logit -inf: part of a tile of 64 keys, whole ones, or all."""
 

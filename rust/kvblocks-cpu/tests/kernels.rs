@@ -2,9 +2,9 @@
 
 use half::{bf16, f16};
 use kvblocks_cpu::{
-    amax_of_columns, attend, copy_blocks, gather, merge_states, write, Batch, Cache, CacheMut, E4m3, E5m2,
-    Elements, ElementsMut, Error, Execution, Groups, GroupsMut, Isa, Losses, Options, Output, Paged, Queries,
-    Scaling, ScalingMut, Storage,
+    amax_of_columns, attend, copy_blocks, gather, merge_states, read_all, read_blocks, write, Batch, Cache,
+    CacheMut, E4m3, E5m2, Elements, ElementsMut, Error, Execution, Groups, GroupsMut, Isa, Losses, Options,
+    Output, Paged, Queries, Scaling, ScalingMut, Storage,
 };
 use proptest::prelude::*;
 
@@ -387,6 +387,19 @@ fn errors_carry_the_numbers() {
     assert_eq!(cache, [7.0; 24]);
     let message = store(&mut cache, &[3, 3]).unwrap_err().to_string();
     assert_eq!(message, "slot_mapping: rows 0 and 1 both name slot 3");
+}
+
+#[test]
+fn blocks_are_read_where_a_table_has_them() {
+    let elements: Vec<f32> = (0..3 * 256).map(|element| (element / 256) as f32).collect();
+    for how in executions() {
+        let read = |table: &[i32]| read_blocks(&elements, 256, table, how);
+        assert_eq!(read(&[2, 0, 1]), Ok(read_all(&elements, how)));
+        assert_eq!(read(&[1]), Ok(256.0));
+        let problem = "row 1 is block 3, there are 3 blocks".to_owned();
+        assert_eq!(read(&[0, 3]), Err(Error::Index { argument: "table", problem }));
+        assert!(read(&[-1]).is_err() && read_blocks(&[], 0, &[0], how).is_err());
+    }
 }
 
 /// Sizes that fit, or that overflow when multiplied.
