@@ -69,7 +69,8 @@ class LayerCache:
     k: codes [num_blocks, block_size, num_kv_heads, stored elements of a row] for layout "NHD", the two middle axes
     swapped for "HND"; strides as the backend takes them. v: the same. format: a `KVFormat`, or the text of one.
     k_scale, k_zero, v_scale, v_zero: where the format has them, in the shapes that stand in `formats`, which do not
-    follow the layout. Raises TypeError or ValueError that names the array, the axis and both numbers.
+    follow the layout. Raises TypeError or ValueError that names the array, the axis and both numbers. Backends remember
+    what they have seen of a cache, and tell caches apart by identity: a subclass that compares values is a TypeError.
     """
 
     k: Array = field(repr=False)
@@ -83,6 +84,10 @@ class LayerCache:
     v_zero: Array | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if type(self).__eq__ is not object.__eq__:
+            raise TypeError(
+                f"{type(self).__name__} compares values: caches are told apart by identity, dataclass(eq=False)"
+            )
         object.__setattr__(self, "format", KVFormat.parse(self.format))
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is {self.layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")

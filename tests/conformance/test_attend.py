@@ -354,6 +354,31 @@ def test_logits_that_climb_or_fall(harness: Harness, step: float, dtype: str) ->
     scene.check(alibi_slopes=np.full(4, step / 32, np.float32))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_queries", [1, 20])
+def test_sums_of_large_values_do_not_overflow(harness: Harness, num_queries: int, dtype: str) -> None:
+    """Of n keys, while n times the largest value is below 2^120; most weights are e^5.4 of those of the first tile."""
+    num_keys, block_size = 1024, 16
+    scene = make_scene(
+        harness,
+        seq_lens=(num_keys,),
+        query_lens=(num_queries,),
+        heads=(1, 1),
+        dtype=dtype,
+        block_size=block_size,
+    )
+    k, v = scene.sequences[0]
+    k[...], v[...] = 0, 1.875 * 2.0**109
+    k[32:, :, 0] = 5.375
+    scene.q = store(np.ones(scene.q.shape), dtype)
+    slots = (
+        scene.block_tables[0, : num_keys // block_size, None] * block_size + np.arange(block_size)
+    ).ravel()
+    rows = (store(k, dtype), store(v, dtype), slots.astype(np.int64))
+    harness.backend.write(scene.cache, *map(harness.to_device, rows))
+    scene.check(scale=1.0)
+
+
 class TestLogitsOfMinusInfinity:
     """200 keys of which some leading ones have the logit -inf: part of a tile of 64 keys, whole ones, or all."""
 

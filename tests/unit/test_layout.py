@@ -1,5 +1,7 @@
 """Shapes, `LayerCache` and the conversions between dtypes."""
 
+from dataclasses import dataclass
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -130,6 +132,23 @@ def test_shapes_by_layout() -> None:
 def test_arrays_that_disagree(k, v, dtype, layout, error, message) -> None:
     with pytest.raises(error, match=message):
         LayerCache(np.zeros(k, np.float32), np.zeros(v, np.float32), dtype, 4, layout)
+
+
+def test_subclasses_are_told_apart_by_identity() -> None:
+    """Backends remember what they saw of a cache: of two that are equal, the second would be taken for the first."""
+
+    @dataclass(frozen=True)
+    class Named(LayerCache):
+        name: str = ""
+
+    @dataclass(frozen=True, eq=False)
+    class Numbered(LayerCache):
+        number: int = 0
+
+    arrays = [np.zeros((3, 4, 2, 8), np.float32) for _ in "kv"]
+    with pytest.raises(TypeError, match=r"^Named compares values: .* dataclass\(eq=False\)"):
+        Named(*arrays, "float32", 4, "NHD")
+    assert len({Numbered(*arrays, "float32", 4, "NHD", number=number) for number in (1, 1)}) == 2
 
 
 def test_dtype_names() -> None:
