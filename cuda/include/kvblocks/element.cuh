@@ -126,10 +126,12 @@ KVB_DEVICE bool is_finite(float x) {
     return x >= -largest_finite && x <= largest_finite;
 }
 
-// The scale of a row whose largest finite magnitude is given.
+// The scale of a row whose largest finite magnitude is given: the next smaller one where the largest code
+// would be infinite.
 template <typename E>
 KVB_DEVICE float row_scale(float largest) {
-    return largest == 0.0f ? 1.0f : max_f32(largest / E::largest, smallest_normal);
+    const float scale = largest == 0.0f ? 1.0f : max_f32(largest / E::largest, smallest_normal);
+    return is_finite(scale * E::largest) ? scale : float_of(bits_of(scale) - 1);
 }
 
 // The scale of a row, or 1 where its elements have scales of their own. slot: used by scale_token_head only.

@@ -118,8 +118,13 @@ def amax_of(x: F32, part: Format) -> F32:
 
 @_quiet
 def scale_of(amax: F32, part: Format) -> F32:
-    """The scale with which amax becomes the largest code; 1 where amax is 0."""
-    scale = np.maximum(amax / np.float32(part.limit), _SMALLEST_NORMAL)
+    """The scale with which amax becomes the largest code; 1 where amax is 0.
+
+    Where that is rounded up and the largest code would be infinite, the next smaller one.
+    """
+    limit = np.float32(part.limit)
+    scale = np.maximum(amax / limit, _SMALLEST_NORMAL)
+    scale = np.where(np.isinf(scale * limit), np.nextafter(scale, np.float32(0)), scale)
     return np.asarray(np.where(amax == 0, np.float32(1), scale), np.float32)
 
 

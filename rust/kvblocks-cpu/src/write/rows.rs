@@ -181,12 +181,16 @@ fn largest<S: Simd, A: Code>(simd: S, values: &[A]) -> f32 {
     simd.highest(highest)
 }
 
-/// The scale with which a magnitude becomes the largest code.
+/// The scale with which a magnitude becomes the largest code: the next smaller one where that would be infinite.
 #[inline(always)]
 fn scale_of(amax: f32, limit: f32) -> f32 {
     if amax == 0.0 {
-        1.0
+        return 1.0;
+    }
+    let scale = (amax / limit).max(f32::MIN_POSITIVE);
+    if (scale * limit).is_finite() {
+        scale
     } else {
-        (amax / limit).max(f32::MIN_POSITIVE)
+        scale.next_down()
     }
 }
