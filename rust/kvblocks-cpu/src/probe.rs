@@ -1,8 +1,9 @@
-//! How fast memory can be read, to compare kernels with. Imports `error`, `simd` and `threads`.
+//! How fast memory can be read, to compare kernels with. Imports `error`, `paged`, `simd` and `threads`.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::{wrong_index, Result};
+use crate::paged::Paged;
 use crate::simd::{Simd, Task};
 use crate::threads::for_each;
 use crate::Execution;
@@ -24,8 +25,8 @@ pub fn read_all(elements: &[f32], execution: Execution) -> f32 {
 /// A tail of each block shorter than eight vectors is left out. Err(Index) for an id of no block.
 pub fn read_blocks(elements: &[f32], block_len: usize, table: &[i32], execution: Execution) -> Result<f32> {
     let num_blocks = elements.len().checked_div(block_len).unwrap_or(0);
-    let is_block = |id: i32| usize::try_from(id).is_ok_and(|id| id < num_blocks);
-    if let Some(row) = table.iter().position(|&id| !is_block(id)) {
+    let paged = Paged::nhd(num_blocks, 1, 1, block_len)?;
+    if let Some(row) = paged.wrong_column(table, 0..table.len()) {
         let problem = format!("row {row} is block {}, there are {num_blocks} blocks", table[row]);
         return wrong_index("table", problem);
     }

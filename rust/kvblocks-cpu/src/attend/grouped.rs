@@ -1,5 +1,5 @@
-//! The two products of one query with rows of packed codes: q.k, and weights times values. Imports `rows`, `tile`, `code`, `groups`,
-//! `paged`, `scaling` and `simd`.
+//! The two products of one query with rows of packed codes: q.k, and weights times values. Imports `rows`, `tile`, `code`,
+//! `groups`, `paged`, `scaling` and `simd`.
 //!
 //! Codes become their values in registers, a chunk of two vectors at a time and once for up to four query heads; where
 //! neighbouring elements share a scale, a look-up in a table of its few values does it.

@@ -420,8 +420,9 @@ impl Weights<'_, '_> {
                 }
                 let base = simd.splat(base);
                 let lane_sums = lane_sums.as_mut_ptr();
-                let [mut sum, mut divisor, mut total] =
-                    [0, 1, 2].map(|index| simd.load(lane_sums.add(index * S::LANES)));
+                let mut sum = simd.load(lane_sums);
+                let mut divisor = simd.load(lane_sums.add(S::LANES));
+                let mut total = simd.load(lane_sums.add(2 * S::LANES));
                 for (vector, &logit) in logits.iter().enumerate().take(TILE / S::LANES) {
                     let at = vector * S::LANES;
                     let weight = exp(simd, simd.sub(logit, base));
